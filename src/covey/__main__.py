@@ -1,0 +1,3 @@
+from covey.rl.cli import main
+
+main()
