@@ -6,17 +6,18 @@ Unknown keys, wrong types and contradictory values are errors before anything he
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # the bias correction divides by 1 - decay
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -24,7 +25,9 @@ class ModelSection(Section):
     method: Literal["qlora", "lora"] = "qlora"  # NF4 base with an adapter, or an unquantised base with one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"  # auto: the first GPU, else the CPU
-    memory: Literal["fast", "lean"] = "lean"  # lean: keep each layer's input only and compute the rest again
+    memory: Literal["auto", "fast", "lean"] = (
+        "auto"  # fast keeps activations and 16-bit weights, lean neither
+    )
     adapter: str | None = None  # a PEFT adapter folder to continue from
     chat_template: str | None = None  # a file with a Jinja chat template instead of the tokenizer's own
 
@@ -74,9 +77,16 @@ class RolloutSection(Section):
     stop: list[str] = []
     max_rows: Count = 256  # completions that are decoded at the same time
 
+    @field_validator("group_size")
+    @classmethod
+    def _compares(cls, group_size: int) -> int:
+        if group_size < 2:
+            raise ValueError(f"{group_size} gives every completion advantage 0; use at least 2 (8 is usual)")
+        return group_size
+
 
 class ObjectiveSection(Section):
-    advantage: Literal["group", "none", "rloo"] = "group"  # divide by the group's std, do not, or leave-one-out
+    advantage: Literal["group", "none", "rloo"] = "group"  # divide by the group's std, not, or leave-one-out
     aggregation: Literal["token", "sequence", "constant"] = "token"
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     clip_high: Positive = 0.28
@@ -93,8 +103,8 @@ class OptimSection(Section):
     warmup_steps: CountOrZero = 0
     min_lr_ratio: Fraction = 0.0  # the schedule ends at lr * min_lr_ratio
     weight_decay: NonNegative = 0.0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.99
+    beta1: Decay = 0.9
+    beta2: Decay = 0.99
     eps: Positive = 1e-8
     max_grad_norm: NonNegative = 1.0  # 0: no clipping
     tokens_per_pass: Count = 8192  # tokens of one forward and backward; how a step is split changes no result
@@ -137,14 +147,6 @@ class GrpoConfig(Section):
     optim: GrpoOptimSection = GrpoOptimSection()
     eval: EvalSection = EvalSection()
     run: RunSection = RunSection()
-
-    @model_validator(mode="after")
-    def _check(self) -> "GrpoConfig":
-        if self.rollout.group_size < 2:
-            raise ValueError(
-                "rollout.group_size: 1 gives every completion advantage 0; use at least 2 (8 is usual)"
-            )
-        return self
 
 
 class SftConfig(Section):

