@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from covey.policies.spec import ModelError, ModelSpec
+from covey.policies.locate import ModelError
+from covey.policies.spec import ModelSpec
 
 PREFIX = "base_model.model."
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from covey.policies.spec import ModelError
+from covey.policies.locate import ModelError
 
 
 class Checkpoint:

@@ -12,7 +12,8 @@ from covey.policies.adapter import Adapter, read_adapter
 from covey.policies.checkpoint import Checkpoint, open_checkpoint
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.layer import DecoderLayer, FrozenLinear
-from covey.policies.spec import ModelError, ModelSpec, read_spec
+from covey.policies.locate import ModelError, locate_model
+from covey.policies.spec import ModelSpec, read_spec
 from covey.policies.weight import DenseWeight, NF4Weight
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,6 @@ def load_policy(
     >>> policy = load_policy("tiny", rank=4)
     >>> optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     """
-    from covey.policies.locate import locate_model
-
     folder = locate_model(str(path))
     spec = read_spec(folder)
     where = torch.device(pick_device(device))

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.policies.locate import ModelError
+
 FAMILIES = ("llama", "qwen2")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-class ModelError(ValueError):
-    """A model that cannot be used as it is; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,13 @@ class ModelSpec:
     @property
     def attention_scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the base model."""
+        layer = sum(n * k + n * bias for n, k, bias in self.linears.values()) + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
 
     @property
     def linears(self) -> dict[str, tuple[int, int, bool]]:

@@ -7,7 +7,7 @@ import torch
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.load import load_policy
 from covey.policies.policy import Batch
-from covey.policies.spec import ModelError
+from covey.policies.locate import ModelError
 
 FAMILIES = ["tiny_llama", "tiny_llama3", "tiny_qwen2"]
 

