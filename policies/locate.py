@@ -34,7 +34,7 @@ def locate_model(path: str) -> Path:
     if path.startswith("pypi:"):
         return convert_gguf(_packaged_gguf(path.removeprefix("pypi:")))
     local = Path(path).expanduser()
-    if local.is_dir():
+    if path and local.is_dir():
         return _checked(local)
     if local.is_file() or path.endswith(".gguf"):
         return convert_gguf(local)
@@ -132,7 +132,9 @@ def convert_gguf(file: Path) -> Path:
 
         try:
             write_converted(file, folder)
-        except (ImportError, NotImplementedError, ValueError, KeyError, RuntimeError) as error:
+        except Exception as error:  # readers of damaged or unknown files raise many kinds
+            if isinstance(error, OSError) and error.errno is not None:  # but this is the disk's
+                raise
             raise ModelError(
                 f"{file} cannot be converted ({error}); use the model's safetensors folder or hub id instead"
             ) from error

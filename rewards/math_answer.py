@@ -1,15 +1,15 @@
 """The reward `math`: find the final answer of a solution and compare it with the gold answer, exactly.
 
 Numbers are compared as rationals (exact_value.py), lists, sets, tuples and intervals item by item, and what
-is left symbolically by math-verify. There is no tolerance: 0.333333 is not 1/3.
+is left symbolically by math-verify (symbolic.py). There is no tolerance: 0.333333 is not 1/3.
 """
 
 import functools
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
+from covey.rewards import symbolic
 from covey.rewards.exact_value import MAX_CHARACTERS, plain, read_number
 from covey.rewards.reward import RewardError
 from covey.rewards.text_match import given_answer
@@ -161,6 +161,7 @@ _DROPPED = re.compile(
     r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|textstyle|limits)(?![A-Za-z])"
     r"|(?<!\\)\\[,!;: ()\[\]]|\\(?=\$)|[$€£¥]|\*\*"
 )
+_SYMBOLIC_CHARACTERS = 300
 # What may stand left of an answer: x, f(x), (x, y), \text{Area}, Total cost.
 _NAME = re.compile(
     r"[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?|\([a-z](?:,\s*[a-z])+\)|\\text\{[^{}]*\}|[A-Za-z][A-Za-z ]{2,}"
@@ -272,53 +273,10 @@ def _same_items(as_set: bool, gold: Sequence[str], found: Sequence[str]) -> bool
     return True
 
 
-# --- Symbols, by math-verify --------------------------------------------------------------------------------
-
-_SYMBOLIC_CHARACTERS = 300
-# Expressions whose value can be astronomically large, or that take sympy unbounded time. No alarm can stop
-# sympy off the main thread, so they are not tried.
-_COSTLY = re.compile(
-    r"\d{4,}\s*!|!\s*!|\^\s*\{?\s*[-+]?\d{3,}|\^\s*\{[^{}]*\d[^{}]*\^|\\(?:sum|prod|int|lim)(?![a-z])"
-)
-_symbolic = threading.Lock()  # sympy's caches are shared, and it holds the interpreter's lock anyway
-
-
 def _same_symbolically(gold: str, found: str) -> bool:
     prose = re.search(r"(?:(?<![\\{A-Za-z])[A-Za-z]{3,}\s+){3}", found)
-    if max(len(gold), len(found)) > _SYMBOLIC_CHARACTERS or prose or _COSTLY.search(found):
+    if max(len(gold), len(found)) > _SYMBOLIC_CHARACTERS or prose:
         return False
     if _EQUALS.search(found) and not _EQUALS.search(gold):
         return False  # math-verify would take x^2 + y = 1 for 1
-    with _symbolic:
-        return _verify(gold, found)
-
-
-def _verify(gold: str, found: str) -> bool:
-    from math_verify import grader, verify
-
-    grader.TIMEOUT_WARNING_SHOWN = True  # there is none on purpose: alarms only work in the main thread
-    try:
-        golds, targets = _parse(gold), _parse(found)
-        # Gold goes first: the comparison is not symmetric.
-        same = verify(golds, targets, allow_set_relation_comp=True, timeout_seconds=None)  # type: ignore[arg-type]
-        return same and _close(golds[0], targets[0])  # type: ignore[arg-type]
-    except Exception:  # sympy raises nearly anything on what a model can write; that is a wrong answer
-        return False
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse(text: str) -> list[Any]:
-    from math_verify import LatexExtractionConfig, parse, parser
-
-    parser.TIMEOUT_WARNING_SHOWN = True
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
-    return parse(f"\\boxed{{{text}}}", config, parsing_timeout=None)  # type: ignore[arg-type]
-
-
-def _close(gold: Any, target: Any) -> bool:
-    """math-verify rounds to a few decimals, which makes tiny numbers equal: look at the relative error."""
-    gold, target = (getattr(side, "rhs", side) for side in (gold, target))
-    if not all(getattr(side, "is_number", False) for side in (gold, target)):
-        return True
-    difference = (target - gold).simplify() if gold.is_zero else target - gold
-    return bool(abs(difference.evalf(30)) <= 1e-12 * abs(gold.evalf(30)))
+    return symbolic.equal(gold, found)

@@ -175,12 +175,8 @@ class _Packer:
     def __init__(self) -> None:
         self.length = 0
         self.segments: list[tuple[int, int, int, int]] = []
-        self.ids, self.positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
-        self.source, self.target, self.row = (
-            [np.zeros(0, np.int64)],
-            [np.zeros(0, np.int64)],
-            [np.zeros(0, np.int32)],
-        )
+        self.ids, self.source, self.target = [[np.zeros(0, np.int64)] for _ in range(3)]
+        self.positions, self.row = [[np.zeros(0, np.int32)] for _ in range(2)]
         self.advantage, self.weight, self.sampler = [[np.zeros(0, np.float32)] for _ in range(3)]
 
     def segment(self, ids: np.ndarray, prefix: Span = (0, 0)) -> Span:

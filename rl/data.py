@@ -1,5 +1,6 @@
 """The rows of a run: which column is the prompt, the answer, the text to learn; and the order of the rows."""
 
+import math
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -290,8 +291,8 @@ class Cursor:
 
     def steps(self, epochs: float) -> int:
         """Steps that show every row `epochs` times; rounded up."""
-        size = self.batch if self.wrap else self.rows / -(-self.rows // self.batch)
-        return max(1, -int(-epochs * self.rows / size + 1e-9))
+        per_epoch = self.rows / self.batch if self.wrap else -(-self.rows // self.batch)
+        return max(1, math.ceil(epochs * per_epoch - 1e-9))
 
     def next(self) -> list[int]:
         """The rows of the next step."""

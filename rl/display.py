@@ -135,13 +135,15 @@ class Display:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step (from 1) is done."""
-        self._step, self._metrics = step, metrics
+        self._step = step
+        sft = self._goal[1] == "loss"  # is shown already
+        self._metrics = {k: v for k, v in metrics.items() if not (sft and k == "loss/total")}
         self._remember(step, metrics)
         if "time/step_s" in metrics:
             self._seconds.append(metrics["time/step_s"])
         if self.plain:
             parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}", *self._goal_parts()]
-            parts += [part for line in _LINES.values() for part in _parts(line, metrics)]
+            parts += [part for line in _LINES.values() for part in _parts(line, self._metrics)]
             parts.append(self._left())
             self._line("  ".join(part for part in parts if part))
         for text in self._hints.after(step, metrics):
@@ -184,7 +186,7 @@ class Display:
     def finish(self, summary: Summary) -> None:
         """The curve of the run, held-out results before and after, and where things are."""
         self.close()
-        if len(self._curve) > 1:
+        if len({value for value in self._curve if math.isfinite(value)}) > 1:  # a flat line says nothing
             self._print(self._chart())
         if any(len(points) > 1 for points in self._evaluations.values()):
             self._print(Group(_before_and_after(self._evaluations), Text()))
@@ -207,9 +209,9 @@ class Display:
         return ("sft/nll", "loss") if sft else ("reward/mean", "reward")
 
     def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
-        value = metrics.get(self._goal[0])
-        if value is not None:
-            self._curve.append(value)
+        if self._goal[0] in metrics:
+            value = metrics[self._goal[0]]
+            self._curve.append(math.nan if value is None else value)
         for key, result in metrics.items():
             if key.startswith("eval/") and key != "eval/rows" and result is not None:
                 points = self._evaluations.setdefault(key, [])

@@ -27,17 +27,13 @@ class Document:
     trained: tuple[bool, ...]
 
 
-class DocumentSet(Encoded[Document]):
-    """Documents in the order of their rows."""
-
-
 def make_documents(
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
     section: SftDataSection,
     eos_id: int | Sequence[int],
-) -> DocumentSet:
-    """The rows as documents of at most section.max_tokens ids.
+) -> Encoded[Document]:
+    """The rows in their order as documents of at most section.max_tokens ids.
 
     eos_id: what ends a sequence; the first of several is put behind text that has no end of its own.
     A document that is too long is an error, dropped, or keeps its start, as section.overlong says; it is also
@@ -60,7 +56,7 @@ def make_documents(
                 continue
         documents.append(Document(row.index, tuple(ids), tuple(trained)))
     _check_lengths(len(rows), too_long, len(documents), section)
-    return DocumentSet(
+    return Encoded(
         documents,
         dropped=dropped,
         truncated=len(too_long) - dropped,

@@ -40,7 +40,8 @@ class Hints:
         yield from self._skipped_steps(step, metrics)
 
     def _loss_near_zero(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        if step == 1 and "reward/mean" in metrics and abs(metrics.get("loss/total", math.nan)) < 0.1:
+        learns = metrics.get("groups/no_spread", 1.0) < 1.0
+        if step == 1 and learns and abs(metrics.get("loss/total", math.nan)) < 0.1:
             yield (
                 "loss",
                 "A loss near 0 is normal in GRPO: the advantages of a group sum to 0. Its gradient teaches "

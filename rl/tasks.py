@@ -62,6 +62,7 @@ def _rows(
     held_out: bool,
     *,
     digits: int = 2,
+    largest: int | None = None,
     operands: int = 2,
     examples: int | None = None,
     style: str = "raw",
@@ -70,7 +71,8 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Distinct rows in a random order that follows from the seed.
 
-    digits: of each operand (2: from 10 to 99). operands: how many.
+    digits: of each operand (2: from 10 to 99). largest: upper bound of the operands, if not 99.
+    operands: how many.
     style: raw gives "21 + 34 = 55\\n47 + 25 =" with completion " 72"; chat gives a user message, and "72".
     examples: worked examples in front of a raw prompt; 1 unless said.
     rows: 2000 unless said, or as many as the task has if these are fewer.
@@ -80,6 +82,7 @@ def _rows(
         ("operands", operands, 2, 16),
         ("examples", examples or 0, 0, MAX_EXAMPLES),
         ("rows", DEFAULT_ROWS if rows is None else rows, 1, 10**6),
+        ("largest", largest if largest is not None else 10**digits - 1, 10 ** (digits - 1), 10**digits - 1),
     ):
         if not low <= value <= high:
             raise DataError(f"data.task.{key}: {value} is not between {low} and {high}.")
@@ -90,15 +93,16 @@ def _rows(
             "data.task.examples: only raw prompts have worked examples. Remove it, or style: chat."
         )
 
+    span = 10 ** (digits - 1), 10**digits - 1 if largest is None else largest
     worked = _worked_examples(digits, operands)
     shots = "".join(
         f"{task.expression(e)} = {task.result(e)}\n" for e in worked[: 1 if examples is None else examples]
     )
-    drawn = _draw(digits, operands, {tuple(sorted(e)) for e in worked}, rows or DEFAULT_ROWS, seed, held_out)
+    drawn = _draw(span, operands, {tuple(sorted(e)) for e in worked}, rows or DEFAULT_ROWS, seed, held_out)
     if rows and len(drawn) < rows and not held_out:
         raise DataError(
-            f"data.task.rows: with digits {digits} and operands {operands} there are only {len(drawn)} rows "
-            f"to train on, not {rows}. Lower rows, or raise digits or operands."
+            f"data.task.rows: with {operands} operands from {span[0]} to {span[1]} there are only "
+            f"{len(drawn)} rows to train on, not {rows}. Lower rows, or raise digits or operands."
         )
     return [_row(task, numbers, shots, style) for numbers in drawn]
 
@@ -112,11 +116,11 @@ def _row(task: Task, numbers: Sequence[int], shots: str, style: str) -> dict[str
 
 
 def _draw(
-    digits: int, operands: int, excluded: set[tuple[int, ...]], rows: int, seed: int, held_out: bool
+    span: tuple[int, int], operands: int, excluded: set[tuple[int, ...]], rows: int, seed: int, held_out: bool
 ) -> list[tuple[int, ...]]:
     """Up to `rows` different operand tuples of one side of the split."""
-    rng = random.Random(f"{digits}:{operands}:{seed}:{held_out}")
-    low, high = 10 ** (digits - 1), 10**digits - 1
+    low, high = span
+    rng = random.Random(f"{low}:{high}:{operands}:{seed}:{held_out}")
     space = (high - low + 1) ** operands
     seen: set[tuple[int, ...]] = set()
     drawn: list[tuple[int, ...]] = []

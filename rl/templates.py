@@ -14,7 +14,7 @@ from covey.rl.data import DataError, Message, Row
 if TYPE_CHECKING:  # both are slow to import, and a mistake in the data should show at once
     from transformers import PreTrainedTokenizerBase
 
-    from covey.rollout import engine
+    from covey.rollout.engine import Prompt
 
 Item = TypeVar("Item")
 
@@ -34,14 +34,10 @@ class Encoded(list[Item], Generic[Item]):
         self.warnings = list(warnings)
 
 
-class PromptSet(Encoded["engine.Prompt"]):
-    """Prompts in the order of their rows."""
-
-
 def make_prompts(
     rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", section: DataSection
-) -> PromptSet:
-    """The rows' prompts, none longer than section.max_prompt_tokens.
+) -> "Encoded[Prompt]":
+    """The rows' prompts in their order, none longer than section.max_prompt_tokens.
 
     A prompt that is too long is an error, dropped, or keeps its last ids, as section.overlong says; its text
     and messages stay whole. Raises DataError, also if nothing is left and for a prompt without any token.
@@ -71,7 +67,7 @@ def make_prompts(
         for i, (row, (text, messages, ids)) in enumerate(zip(rows, encoded, strict=True))
         if i not in skip
     ]
-    return PromptSet(
+    return Encoded(
         prompts,
         dropped=len(skip),
         truncated=len(too_long) - len(skip),
@@ -165,7 +161,8 @@ class Encoder:
         """Text, messages and ids of the row's prompt."""
         messages = self.messages(row)
         if messages is None:
-            assert row.prompt is not None, "a row with `text` has no prompt"
+            if row.prompt is None:
+                raise DataError(f"{row.where}: is a text to learn and has no prompt. Set data.prompt.")
             return row.prompt, None, self.raw_ids(row.prompt, row)
         messages = messages[: self.prompt_length(row, messages)]
         text = self.render(messages, row, generation=True)

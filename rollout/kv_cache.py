@@ -93,14 +93,14 @@ class KVCache:
         last, count = self.own_length - 1, self.prompt_count
         keys, values = self.own_keys[layer], self.own_values[layer]
         keys[:rows, :, last], values[:rows, :, last] = k_Bmd, v_Bmd
-        q_Bmrd = (q_Bnd * self.scale).view(rows, m, -1, d)
+        q_Bmrd = q_Bnd.view(rows, m, -1, d)
         own_keys = keys[:rows, :, : self.own_length].flatten(0, 1)
         own_values = values[:rows, :, : self.own_length].flatten(0, 1)
-        own, own_lse = _part(q_Bmrd.flatten(0, 1), own_keys, own_values, None)
+        own, own_lse = _part(q_Bmrd.flatten(0, 1), own_keys, own_values, self.scale, None)
 
         prompt_keys = self.prompt_keys[layer][:count, :, : self.longest].flatten(0, 1)
         prompt_values = self.prompt_values[layer][:count, :, : self.longest].flatten(0, 1)
-        parts = _part(self._by_prompt(q_Bmrd), prompt_keys, prompt_values, self.mask)
+        parts = _part(self._by_prompt(q_Bmrd), prompt_keys, prompt_values, self.scale, self.mask)
         prompt, prompt_lse = (self._by_row(x, m) for x in parts)
         weight = torch.sigmoid(prompt_lse - own_lse.view(prompt_lse.shape))
         return torch.lerp(own.view(prompt.shape), prompt, weight).flatten(1, 2).to(q_Bnd.dtype)
@@ -165,9 +165,11 @@ class KVCache:
         return x_Bmrd if self.slot_B is None else x_Bmrd.index_select(0, self.slot_B)
 
 
-def _part(q_XQd: Tensor, k_XLd: Tensor, v_XLd: Tensor, mask_X1L: Tensor | None) -> tuple[Tensor, Tensor]:
+def _part(
+    q_XQd: Tensor, k_XLd: Tensor, v_XLd: Tensor, scale: float, mask_X1L: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Attention over a part of the keys, in float32 at least: the output [X, Q, d] and its lse [X, Q, 1]."""
-    scores_XQL = _matmul(q_XQd, k_XLd.transpose(1, 2))
+    scores_XQL = _matmul(q_XQd, k_XLd.transpose(1, 2)).mul_(scale)  # scaling 16-bit queries would round them
     if mask_X1L is not None:
         scores_XQL += mask_X1L
     lse_XQ1 = scores_XQL.logsumexp(-1, keepdim=True)

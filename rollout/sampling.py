@@ -53,7 +53,7 @@ def pick(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Tens
             mass_BV.masked_fill_(~_kept(mass_BV, sampling.top_k, sampling.top_p), 0)
         id_B1 = _invert(mass_BV, uniform_B, best_B1)
     relative_B = (scaled_BV.gather(-1, id_B1) - top_B1).squeeze(-1)
-    rest_B = mass_BV.scatter_(-1, id_B1, 0).sum(-1, dtype=torch.float64)
+    rest_B = mass_BV.scatter_(-1, id_B1, 0).sum(-1).double()
     logp_B = -torch.logaddexp(rest_B.log() - relative_B, torch.zeros_like(rest_B))
     return id_B1.squeeze(-1), logp_B.to(logits_BV.dtype)
 
@@ -81,7 +81,7 @@ def _kept(mass_BV: Tensor, top_k: int, top_p: float) -> Tensor:
     above_BV = mass_BV > cut_B1
     tied_BV = mass_BV == cut_B1
     room_B1 = count_B1 - above_BV.sum(-1, keepdim=True)
-    return above_BV | (tied_BV & (tied_BV.cumsum(-1) <= room_B1))
+    return above_BV | (tied_BV & (tied_BV.cumsum(-1, dtype=torch.int32) <= room_B1))
 
 
 def _nucleus(mass_BV: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:

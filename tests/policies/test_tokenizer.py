@@ -98,11 +98,12 @@ def test_an_eos_that_is_an_ordinary_token_leaves_no_text(byte_tokenizer):
 def test_the_space_in_front_of_the_first_word_stays(tmp_path):
     tokenizer = load_tokenizer(sentencepiece_folder(tmp_path))
     prompt = tokenizer.encode("a")
-    completion = [tokenizer.convert_tokens_to_ids(t) for t in ("▁4", "h", "i", "▁", "</s>")]
-    assert prompt == [1, tokenizer.convert_tokens_to_ids("▁a")]
+    vocab = tokenizer.get_vocab()
+    completion = [vocab[token] for token in ("▁4", "h", "i", "▁", "</s>")]
+    assert prompt == [1, vocab["▁a"]]
     assert tokenizer.decode(completion[:-1]) == "4hi "  # which the decoder alone would drop
     assert decode_completion(tokenizer, completion, (2,)) == " 4hi "
-    euro = [tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "€".encode()]
+    euro = [vocab[f"<0x{byte:02X}>"] for byte in "€".encode()]
     assert decode_completion(tokenizer, euro, (2,)) == "€"
     assert decode_completion(tokenizer, euro[:2], (2,)) == "��"
 
@@ -160,7 +161,8 @@ def test_template_errors(byte_folder, tmp_path):
     with pytest.raises(ModelError, match=r"bad\.jinja: chat template, line 2: Unexpected end of template"):
         load_tokenizer(byte_folder, str(tmp_path / "bad.jinja"))
     (tmp_path / "picky.jinja").write_text("{{ raise_exception('system message first') }}")
-    assert load_tokenizer(byte_folder, str(tmp_path / "picky.jinja")).chat_template.startswith("{{ raise")
+    picky = load_tokenizer(byte_folder, str(tmp_path / "picky.jinja"))
+    assert "system message first" in str(picky.chat_template)
 
 
 def test_a_broken_tokenizer_file_is_named(tmp_path):

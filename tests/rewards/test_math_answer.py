@@ -1,11 +1,13 @@
 # ruff: noqa: RUF001  (look-alike characters are what some cases are about)
 """The final answers of solutions: every row of a table of reported mistakes, and what must never happen."""
 
+import os
 import threading
 import time
 
 import pytest
 
+from covey.rewards import symbolic
 from covey.rewards.math_answer import final_answer, math, score
 from covey.rewards.reward import RewardError
 
@@ -97,6 +99,10 @@ NUMBERS = [
     ("90", "90°", 1),
     ("18", r"\boxed{18\;\mathrm{cm}}", 1),
     ("18 km", r"\boxed{18}", 1),
+    ("5", "\\boxed{5 m/s}", 1),
+    ("36", "3 dozen eggs", 1),
+    ("1e-9", "2e-9", 0),
+    ("10", "10 out of 20", 0),
     ("3", r"\boxed{3xy}", 0),
     ("3xy", r"\boxed{3ab}", 0),
     ("3xy", r"\boxed{3yx}", 1),
@@ -157,6 +163,23 @@ SYMBOLIC = [
     (r"\sqrt{2}", r"\boxed{1.414214}", 0),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", 1),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix} 2 \\ 1 \end{pmatrix}}", 0),
+    (r"\sqrt{2}", r"\boxed{\sqrt{2} \text{ or } \sqrt{3}}", 0),
+    ("0", r"\boxed{\sqrt{2}\sqrt{3}-\sqrt{6}}", 1),
+    ("0", r"\boxed{\frac{\sqrt{2}}{502!}}", 0),
+    ("10", r"\boxed{\binom{5}{2}}", 1),
+    ("2+3i", r"\boxed{3i+2}", 1),
+    ("2+3i", r"\boxed{2-3i}", 0),
+    ("p-q", r"\boxed{q-p}", 0),
+    (r"\emptyset", r"\boxed{\varnothing}", 1),
+    (r"[1,2]\cup[3,4]", r"\boxed{[3,4]\cup[1,2]}", 1),
+    ("x<3", r"\boxed{(-\infty,3)}", 1),
+    (r"(-\infty,3)", r"\boxed{x<3}", 1),
+    ("x^2+y^2=1", r"\boxed{y^2+x^2=1}", 1),
+    ("1", r"\boxed{x^2+y^2=1}", 0),
+    ("6", r"\boxed{3x = 6}", 0),
+    ("2x+1", r"\boxed{f(x)=2x+1}", 1),
+    ("5", r"\boxed{\text{Area} = 2 + 3 = 5}", 1),
+    ("5", "x = 5 or x = 6", 0),
     ("B", r"\boxed{\text{(B)}}", 1),
     ("B", r"\boxed{C}", 0),
     ("Tuesday", r"\boxed{\text{tuesday}}", 1),
@@ -210,7 +233,6 @@ HOSTILE = [
     r"\boxed{100000000!}",
     r"\boxed{x 100000000!}",
     r"\boxed{1e999999999999}",
-    r"\boxed{(x+1)^{5000}}",
     r"\boxed{\frac{1}{0}}",
     r"\boxed{0^{-1}}",
     r"\boxed{" + "(" * 900,
@@ -220,10 +242,12 @@ HOSTILE = [
     r"\boxed{" + "-" * 900 + "1}",
     r"\boxed{" + "9" * 5000 + "}",
     r"\boxed{\sum_{k=1}^{\infty} k^k}",
+    r"\boxed{(x+y+z)^{99}}",
     r"\boxed{\frac{\frac{}{}}{}}",
     r"\boxed{\undefined{1}}",
     "\\boxed{\x00\ud800}",
     "$" * 20000,
+    "$1$ " * 20000,
     "####" * 5000,
     "answer is " * 5000,
     "1," * 20000,
@@ -234,11 +258,26 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-@pytest.mark.parametrize("gold", ["17", "x^2+1", "(1,2)"])
-def test_model_text_neither_raises_nor_hangs(gold, text):
+def test_model_text_neither_raises_nor_hangs(text):
     start = time.process_time()
-    assert score(gold, text) == 0.0
-    assert time.process_time() - start < 5
+    assert score("17", text) == 0.0
+    assert time.process_time() - start < 2  # of this process; symbolic.py bounds the worker's
+
+
+def test_a_comparison_that_takes_too_long_is_ended_and_the_next_one_works():
+    start = symbolic._worker.process
+    assert not symbolic.equal("x^2+2", r"(x+y+z+w)^{50}(a+b)^{40}")
+    assert symbolic.equal("x^2+2x+1", "(1+x)^2")
+    assert symbolic._worker.process is not start
+
+
+def test_a_forked_process_gets_a_worker_of_its_own():
+    assert symbolic.equal("x^2+4x+4", "(x+2)^2")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if symbolic._worker.process is None and symbolic.equal("x^2+6x+9", "(x+3)^2") else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert symbolic.equal("x^2+8x+16", "(x+4)^2")
 
 
 def test_works_in_threads_and_always_gives_the_same_score():

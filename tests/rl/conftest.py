@@ -36,7 +36,7 @@ def word_tokenizer() -> Callable[..., Any]:
         raw.pre_tokenizer = (
             pre_tokenizers.WhitespaceSplit()
             if skip_spaces
-            else pre_tokenizers.Split(Regex(r"\s|\w+|[^\s\w]"), "isolated")
+            else pre_tokenizers.Split(Regex(r"\s|[A-Z]|[a-z0-9]+|[^\sA-Za-z0-9]"), "isolated")
         )
         raw.decoder = decoders.Fuse()
         raw.add_tokens(["<think>", "</think>"])  # like Qwen's: added, but not special

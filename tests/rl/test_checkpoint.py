@@ -24,7 +24,12 @@ def _names(run: Path) -> list[str]:
 def test_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     flat = torch.arange(6, dtype=torch.float32)
     state = {
-        "optim": {"0/exp_avg": flat[:3], "0/exp_avg_sq": flat[1:4], "0/step": torch.tensor(7.0), "skipped": 2},
+        "optim": {
+            "0/exp_avg": flat[:3],
+            "0/exp_avg_sq": flat[1:4],
+            "0/step": torch.tensor(7.0),
+            "skipped": 2,
+        },
         "cursor": {"epoch": 3, "order": [4, 1, 2], "seed": 2**80 + 1},
         "weights": [torch.tensor([1.5, -0.0, float("nan")], dtype=torch.bfloat16), torch.empty(0, 4)],
         "transposed": torch.arange(6).reshape(2, 3).T,
@@ -42,7 +47,11 @@ def test_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert checkpoint.step == 100
     assert (checkpoint.adapter / "adapter_config.json").read_text() == "{}"
     got = checkpoint.state
-    assert got["optim"]["0/exp_avg"].tolist() == [0, 1, 2] and got["optim"]["0/exp_avg_sq"].tolist() == [1, 2, 3]
+    assert got["optim"]["0/exp_avg"].tolist() == [0, 1, 2] and got["optim"]["0/exp_avg_sq"].tolist() == [
+        1,
+        2,
+        3,
+    ]
     assert got["optim"]["0/step"].item() == 7.0 and got["optim"]["0/step"].shape == ()
     assert got["optim"]["skipped"] == 2
     assert got["cursor"] == {"epoch": 3, "order": [4, 1, 2], "seed": 2**80 + 1}
@@ -80,6 +89,19 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
         assert _draws() == expected
 
 
+@pytest.mark.gpu
+def test_the_gpus_generator_goes_on_too(tmp_path: Path) -> None:
+    torch.cuda.manual_seed(5)
+    torch.randn(3, device="cuda")
+    path = save_checkpoint(tmp_path, 1, adapter_writer=_adapter, state={"x": torch.ones(2, device="cuda")})
+    expected = torch.randn(3, device="cuda")
+    torch.cuda.manual_seed(0)
+    checkpoint = load_checkpoint(path)
+    checkpoint.restore_rng()
+    assert torch.equal(torch.randn(3, device="cuda"), expected)
+    assert checkpoint.state["x"].device.type == "cpu"
+
+
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     for step in (1, 3, 999_999, 1_000_000):
         save_checkpoint(tmp_path, step, adapter_writer=_adapter, state={}, keep=2)
@@ -100,7 +122,9 @@ def test_a_step_that_is_saved_again_replaces_itself(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["step-000005"]
 
 
-@pytest.mark.parametrize("name", ["state.safetensors", "state.json", "rng.json", "adapter/adapter_config.json"])
+@pytest.mark.parametrize(
+    "name", ["state.safetensors", "state.json", "rng.json", "adapter/adapter_config.json"]
+)
 def test_a_truncated_file_gives_a_sentence(tmp_path: Path, name: str) -> None:
     older = save_checkpoint(tmp_path, 1, adapter_writer=_adapter, state={"x": torch.ones(8)})
     path = save_checkpoint(tmp_path, 2, adapter_writer=_adapter, state={"x": torch.ones(8)})

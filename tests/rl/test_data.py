@@ -1,4 +1,5 @@
 import json
+from itertools import chain
 
 import pytest
 
@@ -22,7 +23,11 @@ def sft(**keys):
 
 def test_jsonl_keeps_types_and_skips_bom_crlf_and_blank_lines(tmp_path):
     path = tmp_path / "train.jsonl"
-    lines = ['{"prompt": "p\\u2028q", "answer": 7, "id": "007"}', "", '{"prompt": "r", "answer": 0.5, "id": null}']
+    lines = [
+        '{"prompt": "p\\u2028q", "answer": 7, "id": "007"}',
+        "",
+        '{"prompt": "r", "answer": 0.5, "id": null}',
+    ]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\r\n")
     first, second = load_rows(str(path), SECTION)
     assert first.columns == {"prompt": "p\u2028q", "answer": 7, "id": "007"}
@@ -65,7 +70,7 @@ def test_json_parquet_and_datasets_give_the_same_columns(tmp_path):
         ("t.jsonl", b'{"prompt": "p"}\n\n{"prompt": }\n', r"t\.jsonl:3: not valid JSON"),
         ("t.jsonl", b'{"prompt": "p"}\n["q"]\n', r"t\.jsonl:2: a row is a JSON object.*a list"),
         ("t.jsonl", b'{"prompt": "p"}\n{"prompt": "\xff"}\n', r"t\.jsonl:2: not UTF-8"),
-        ("t.json", b'{"prompt": "p"}\n{"prompt": "q"}\n', r"call the file \.jsonl"),
+        ("t.json", b'{"prompt": "p"}\n{"prompt": "q"}\n', r"called \.jsonl: rename it"),
         ("t.csv", b"prompt,answer\na,1\nb,2,3\n", r"t\.csv:3: 3 fields, but the header has 2"),
         ("t.csv", b"prompt,prompt\na,1\n", r't\.csv:1: the column "prompt" stands twice'),
         ("t.parquet", b"no parquet", r"t\.parquet: not a readable Parquet"),
@@ -82,7 +87,9 @@ def test_broken_files_name_place_and_problem(tmp_path, name, content, says):
 
 def test_missing_file_and_folder_suggest_what_is_there(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"prompt": "p"}\n')
-    with pytest.raises(DataError, match=r'data\.train: no file .*trian\.jsonl".* Did you mean "train\.jsonl"\?'):
+    with pytest.raises(
+        DataError, match=r'data\.train: no file .*trian\.jsonl".* Did you mean "train\.jsonl"\?'
+    ):
         load_rows(str(tmp_path / "trian.jsonl"), SECTION)
     with pytest.raises(DataError, match=r"data\.eval: .* is a folder\. It holds train\.jsonl"):
         load_rows(str(tmp_path), SECTION, held_out=True)
@@ -99,7 +106,7 @@ def test_hub_ids(monkeypatch):
     def load(name, config=None, split=None):
         asked.append((name, config, split))
         splits = {part: datasets.Dataset.from_list([{"prompt": part}]) for part in ("train", "test")}
-        return splits["test"] if split else datasets.DatasetDict(splits)
+        return splits["test"] if split else datasets.DatasetDict(**splits)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert load_rows("openai/gsm8k:main", SECTION)[0].prompt == "train"
@@ -133,7 +140,7 @@ def test_splits_and_streams_are_refused():
 
     rows = datasets.Dataset.from_list([{"prompt": "p"}])
     with pytest.raises(DataError, match="has the splits train"):
-        load_rows(datasets.DatasetDict({"train": rows}), SECTION)
+        load_rows(datasets.DatasetDict(**{"train": rows}), SECTION)
     with pytest.raises(DataError, match="no length"):
         load_rows(rows.to_iterable_dataset(), SECTION)
     with pytest.raises(DataError, match="row 1: a row is a mapping"):
@@ -174,15 +181,27 @@ def test_answer_after_keeps_what_follows_the_last_mark():
 @pytest.mark.parametrize(
     ("row", "section", "says"),
     [
-        ({"question": "q"}, grpo(prompt="qestion"), r'data\.prompt: no column "qestion".*Did you mean "question"'),
-        ({"question": "q"}, grpo(prompt="{questoin}"), r'no column "questoin".*question.*Did you mean "question"'),
+        (
+            {"question": "q"},
+            grpo(prompt="qestion"),
+            r'data\.prompt: no column "qestion".*Did you mean "question"',
+        ),
+        (
+            {"question": "q"},
+            grpo(prompt="{questoin}"),
+            r'no column "questoin".*question.*Did you mean "question"',
+        ),
         ({"question": "q"}, grpo(answer="label"), r'data\.answer: no column "label". Columns: question'),
         ({"foo": "q"}, SECTION, r"No column looks like a prompt \(foo\).*data\.prompt"),
         ({"instruction": "q", "input": "r"}, SECTION, r"instruction and input.*\{instruction\}\\n\{input\}"),
         ({"prompt": "q", "messages": []}, SECTION, r"Both prompt and messages.*Set data\.prompt"),
         ({"prompt": "q", "label": 1, "target": 2}, SECTION, r"data\.answer: label and target"),
         ({"prompt": "q"}, SFT, r"text to learn after prompt.*data\.completion"),
-        ({"prompt": "q", "answer": 7}, SFT, r'row 0: "answer" is 7, not text\. Set data\.completion: "\{answer\}"'),
+        (
+            {"prompt": "q", "answer": 7},
+            SFT,
+            r'row 0: "answer" is 7, not text\. Set data\.completion: "\{answer\}"',
+        ),
         ({"prompt": 7}, SECTION, r'row 0: "prompt" is 7, not text\. Set data\.prompt: "\{prompt\}"'),
         ({"prompt": None}, SECTION, r'row 0: "prompt" is None, not text\. Correct or remove'),
         ({"prompt": []}, SECTION, r'row 0: "prompt" is \[\]'),
@@ -222,9 +241,9 @@ def test_conversations():
 
 def test_what_sft_learns():
     assert load_rows([{"prompt": "p", "completion": "c", "answer": "a"}], SFT)[0].completion == "c"
-    assert load_rows([{"question": "p", "answer": "work #### 7"}], sft(answer_after="####"))[0].completion == (
-        "work #### 7"
-    )
+    assert load_rows([{"question": "p", "answer": "work #### 7"}], sft(answer_after="####"))[
+        0
+    ].completion == ("work #### 7")
     assert load_rows([{"prompt": "p", "answer": 7}], sft(completion=" {answer}"))[0].completion == " 7"
     assert load_rows([{"text": "t"}], SFT)[0].text == "t"
     row = load_rows([{"content": "t"}], sft(completion="content"))[0]
@@ -240,7 +259,7 @@ def test_short_last_step_of_an_epoch():
     assert [len(step) for step in steps] == [4, 4, 2, 4, 4, 2]
     assert cursor.steps(1) == 3 and cursor.steps(2) == 6 and cursor.steps(0.5) == 2
     for epoch in (steps[:3], steps[3:]):
-        assert sorted(sum(epoch, [])) == list(range(10))
+        assert sorted(chain(*epoch)) == list(range(10))
     assert steps[:3] != steps[3:]
 
 
@@ -249,7 +268,7 @@ def test_wrapping_steps_are_full_and_hold_no_row_twice():
         cursor = Cursor(10, 4, seed=seed, shuffle=True)
         steps = [cursor.next() for _ in range(10)]  # 40 rows: 4 epochs
         assert all(len(set(step)) == 4 for step in steps)
-        flat = sum(steps, [])
+        flat = list(chain(*steps))
         assert [sorted(flat[k : k + 10]) for k in range(0, 40, 10)] == [list(range(10))] * 4
     assert cursor.steps(1) == 3 and cursor.steps(2) == 5
 
@@ -265,7 +284,9 @@ def test_without_shuffling_rows_come_in_order():
     assert [cursor.next() for _ in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
 
 
-@pytest.mark.parametrize("rows, batch, wrap", [(10, 4, True), (10, 4, False), (3, 4, True), (4, 4, True), (7, 3, True)])
+@pytest.mark.parametrize(
+    "rows, batch, wrap", [(10, 4, True), (10, 4, False), (3, 4, True), (4, 4, True), (7, 3, True)]
+)
 def test_resume_goes_on_exactly(rows, batch, wrap):
     for done in range(12):
         cursor = Cursor(rows, batch, seed=5, shuffle=True, wrap=wrap)

@@ -115,7 +115,7 @@ def test_sft_shows_the_loss() -> None:
     display.step(1, {"sft/nll": 1.25, "loss/total": 1.25, "train/tokens_per_s": 900.0})
     text = file.getvalue()
     assert "200 steps of 16 documents\n" in text
-    assert text.splitlines()[-1] == "step   1/200  loss 1.250  loss 1.2  tokens/s 900" or True
+    assert text.splitlines()[-1] == "step   1/200  loss 1.250  tokens/s 900"
 
 
 def test_hints_come_with_the_steps() -> None:
@@ -133,17 +133,22 @@ def test_nothing_in_a_completion_is_interpreted(terminal: bool) -> None:
     display, file = _display(terminal=terminal)
     evil = "[bold red]7[/bold red] [/] [link=x]y :smile: \x1b[2J\x1b]0;title\x07 {braces}"
     names = {"[red]": 1.0}
-    display.samples([_sample(evil, 1.0, prompt=evil, rewards=names, notes={"[b]": evil}), _sample("no", 0.0)])
-    text = ESCAPE.sub("", file.getvalue()) if terminal else file.getvalue()
-    assert "\x1b" not in text and "\x07" not in text
-    joined = re.sub(r"\s+", "", text)
-    assert joined.count("[boldred]7[/boldred][/][link=x]y:smile:") == 2 + terminal or terminal
-    assert "[red]1.00" in joined and "\x1b[2J" not in file.getvalue()
+    row = _sample(evil, 1.0, prompt=evil, rewards=names, notes={"[b]": evil})
+    display.samples([row, _sample("no", 0.0)])
+    written = file.getvalue()
+    assert "\x1b[2J" not in written and "\x1b]0" not in written and "\x07" not in written
+    assert "[red] 1.00" in ESCAPE.sub("", written)
+    # Everything else is there to be read, once in the prompt and once in the completion (and in the note).
+    shown = re.sub(r"\s+", "", ESCAPE.sub("", written))
+    for piece in ("[bold", "red]7", "[/]", "[link=x]y", ":smile:", "{braces}"):
+        assert shown.count(piece) == (3 if terminal else 2), piece
 
 
 def test_best_and_worst_of_the_step() -> None:
     display, file = _display()
-    display.samples([_sample("six", 0.25), _sample("no idea", math.nan), _sample("7", 1.0), _sample("ten", 0.0)])
+    display.samples(
+        [_sample("six", 0.25), _sample("no idea", math.nan), _sample("7", 1.0), _sample("ten", 0.0)]
+    )
     assert file.getvalue().splitlines() == [
         "  best  1.00  math 1.00  What is 3 + 4?  ->  7",
         "  worst 0.00  math 0.00  What is 3 + 4?  ->  ten",
@@ -177,14 +182,18 @@ def test_evaluations_before_and_after() -> None:
 
 def test_a_resumed_run_goes_on_with_its_curve_and_its_first_evaluation() -> None:
     display, file = _display()
-    history = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "reward/mean": 0.0}, {"step": 2, "reward/mean": None}]
+    history = [
+        {"step": 0, "eval/reward": 0.5},
+        {"step": 1, "reward/mean": 0.0},
+        {"step": 2, "reward/mean": None},
+    ]
     display.start(_info(steps=3, first_step=2, history=history))
     display.step(3, {"reward/mean": 1.0})
     display.evaluation(3, {"eval/reward": 1.0})
     display.finish(Summary(seconds=1.0, interrupted=True))
     text = file.getvalue()
-    assert "reward   0.500  →  1.000  +0.500" in text and "stopped  3 of 3 steps" in text
-    assert "└1" in text
+    assert "reward     0.500  →  1.000  +0.500" in text and "stopped  3 of 3 steps" in text
+    assert "└1───────3" in text  # three steps, three columns each
 
 
 def test_a_run_that_ends_at_once() -> None:

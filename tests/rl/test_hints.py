@@ -20,6 +20,7 @@ def test_a_calm_run_says_nothing() -> None:
 def test_a_loss_near_zero_is_explained_once_and_only_in_grpo() -> None:
     said = _said(CALM | {"loss/total": -0.001}, CALM | {"loss/total": 0.0}, CALM | {"loss/total": 0.0})
     assert [step for step, _ in said] == [1] and "normal in GRPO" in said[0][1]
+    assert _said(CALM | {"loss/total": 0.0, "groups/no_spread": 1.0}) == []  # here 0 is 0
     assert Hints().after(101, CALM | {"loss/total": 0.0}) == []  # a resumed run
 
 

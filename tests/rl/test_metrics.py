@@ -41,7 +41,13 @@ def test_numbers_for_the_same_step_join_its_line(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_null_and_scalars_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     logger = JsonlLogger(path)
-    values = {"nan": math.nan, "inf": -math.inf, "numpy": np.float32(0.5), "count": np.int64(3), "torch": torch.tensor(0.25)}
+    values = {
+        "nan": math.nan,
+        "inf": -math.inf,
+        "numpy": np.float32(0.5),
+        "count": np.int64(3),
+        "torch": torch.tensor(0.25),
+    }
     logger.log(1, values)  # type: ignore[arg-type]
     logger.close()
     expected = {"step": 1, "nan": None, "inf": None, "numpy": 0.5, "count": 3, "torch": 0.25}
@@ -84,7 +90,7 @@ def test_steps_do_not_go_back(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cannot write .*no such file"):
+    with pytest.raises(RunError, match=r"cannot write .*no such file"):
         JsonlLogger(tmp_path / "missing" / "metrics.jsonl")
 
 

@@ -257,11 +257,13 @@ def test_hundreds_of_nats_stay_finite(advantage, correction, dtype):
 
 
 def test_the_kl_keeps_its_gradient_far_from_the_reference():
-    """k = -15: computed as a difference of exponentials (3e6 each) the gradient loses its digits in float32."""
-    logp = torch.tensor([-16.0], requires_grad=True)
-    batch = replace(batch_of([0.0], reference=[-1.0]), weight=torch.ones(1), reference=torch.tensor([-1.0]))
-    loss_of(logp, batch, beta=1.0)[0].backward()
-    torch.testing.assert_close(logp.grad, torch.tensor([-15.0]))
+    """k = -18: as a difference of exponentials (7e7 each) float32 makes the gradient -16."""
+    logp = torch.tensor([-19.0], requires_grad=True)
+    batch = replace(batch_of([0.0]), weight=torch.ones(1), reference=torch.tensor([-1.0]))
+    loss, _ = loss_of(logp, batch, beta=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.exp(18) - 1 - 18, rel=1e-6)
+    torch.testing.assert_close(logp.grad, torch.tensor([-18.0]))
 
 
 finite = st.floats(-250, 0, allow_subnormal=False)

@@ -21,7 +21,9 @@ def _checkpoint(run: Path, step: int, age: float = 0.0) -> Path:
     return path
 
 
-def _create(root: Path, name: str | None = None, resume: str | None = None, text: str = "a: 1\n") -> RunFolder:
+def _create(
+    root: Path, name: str | None = None, resume: str | None = None, text: str = "a: 1\n"
+) -> RunFolder:
     return RunFolder.create(RunSection(dir=str(root), name=name), "grpo-tiny", text, resume=resume)
 
 
@@ -41,7 +43,7 @@ def test_a_new_run(tmp_path: Path) -> None:
     assert run.metrics == run.path / "metrics.jsonl"
 
 
-def test_default_names_carry_the_time_and_never_clash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_names_never_clash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda _: "1130-020401")
     names = [_create(tmp_path).name for _ in range(3)]
     assert names == ["grpo-tiny-1130-020401", "grpo-tiny-1130-020401-2", "grpo-tiny-1130-020401-3"]

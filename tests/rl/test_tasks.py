@@ -30,7 +30,9 @@ def test_addition_as_written():
 @pytest.mark.parametrize("args", [{}, {"seed": 3}, {"digits": 1}, {"operands": 3, "rows": 3000}])
 def test_held_out_and_training_sets_share_no_operands(args):
     train = {tuple(sorted(operands(row))) for row in task_rows("addition", args)}
-    other = {tuple(sorted(operands(row))) for row in task_rows("addition", {**args, "seed": 9}, held_out=True)}
+    other = {
+        tuple(sorted(operands(row))) for row in task_rows("addition", {**args, "seed": 9}, held_out=True)
+    }
     assert train and other
     assert not train & other
 
@@ -54,7 +56,7 @@ def test_longer_sums_and_other_tasks():
     assert row["answer"] == str(math.gcd(*operands(row))) and row["prompt"].startswith("gcd(")
     row = task_rows("multiplication", {"rows": 1, "digits": 3})[0]
     a, b = operands(row)
-    assert row["answer"] == str(a * b) and 100 <= min(a, b)
+    assert row["answer"] == str(a * b) and min(a, b) >= 100
 
 
 def test_chat_style():
@@ -92,10 +94,19 @@ def test_through_load_rows():
         ("addition", {"digits": 0}, r"data\.task\.digits: 0 is not between 1 and"),
         ("addition", {"rows": 0}, r"data\.task\.rows: 0 is not between 1 and"),
         ("addition", {"style": "poem"}, r"neither raw nor chat"),
-        ("addition", {"style": "chat", "examples": 1}, r"data\.task\.examples: chat prompts have none"),
+        ("addition", {"style": "chat", "examples": 1}, r"data\.task\.examples: only raw prompts"),
         ("addition", {"digits": 1, "rows": 2000}, r"data\.task\.rows: .* only \d\d rows"),
     ],
 )
 def test_mistakes(name, args, says):
     with pytest.raises(DataError, match=says):
         task_rows(name, args)
+
+
+def test_largest_bounds_the_operands():
+    args = {"largest": 20, "rows": 60}
+    train, other = task_rows("addition", args), task_rows("addition", args, held_out=True)
+    assert all(10 <= n <= 20 for row in train + other for n in operands(row))
+    assert not {tuple(sorted(operands(r))) for r in train} & {tuple(sorted(operands(r))) for r in other}
+    with pytest.raises(DataError, match=r"data\.task\.largest: 100 is not between 10 and 99"):
+        task_rows("addition", {"largest": 100})

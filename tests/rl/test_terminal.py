@@ -48,17 +48,11 @@ def test_block_chart_with_marks_on_the_same_axis() -> None:
         "  │◆         ",
         "0 │▁▁▁▁▁▁▁▁▁◆",
         "  └1───────10",
-    ] or lines == [
-        "1 │    ◆     ",
-        "  │          ",
-        "  │◆         ",
-        "0 │▁▁▁▁▁▁▁▁▁◆",
-        "  └1───────10",
     ]
 
 
 def test_block_chart_far_from_zero_starts_at_the_lowest() -> None:
-    assert [line[:6].strip() for line in block_chart([100, 110], width=2, height=2)] == ["110 │", "100 │█", "└1─2"]
+    assert block_chart([100, 110, 105], width=3, height=2) == ["110 │ █ ", "100 │▁██", "    └1─3"]
 
 
 def test_block_chart_of_nothing() -> None:
@@ -67,7 +61,7 @@ def test_block_chart_of_nothing() -> None:
 
 
 def test_short_runs_get_wide_bars() -> None:
-    assert block_chart([0, 1], width=60, height=1) == ["1 │▁▁▁███", "  └1────2"] or True
+    assert block_chart([0, 1], width=60, height=1) == ["1 │▁▁▁███", "  └1────2"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +71,10 @@ def test_short_runs_get_wide_bars() -> None:
         ("a\r\nb\rc", "a⏎ b c"),
         ("\x1b[31mred\x07\x9b", "\ufffd[31mred\ufffd\ufffd"),
         ("[bold]x[/bold] :smile:", "[bold]x[/bold] :smile:"),
-        ("a\u202eb\u200b\ud800", "a\ufffdb\ufffd\ufffd"),  # right-to-left override, zero width, lone surrogate
+        (
+            "a\u202eb\u200b\ud800",
+            "a\ufffdb\ufffd\ufffd",
+        ),  # right-to-left override, zero width, lone surrogate
         ("Größe 漢字 😀\u00a0x", "Größe 漢字 😀 x"),
     ],
 )
@@ -95,7 +92,13 @@ def test_duration_and_count() -> None:
     seconds = (0.04, 9.94, 9.96, 99.4, 99.6, 2460, 5999, 12000, 360000)
     texts = ["0.0 s", "9.9 s", "10 s", "99 s", "2 min", "41 min", "1 h 40 min", "3 h 20 min", "100 h 0 min"]
     assert [duration(s) for s in seconds] == texts
-    assert [count(n) for n in (0, 999, 1000, 4_884_480, 8_030_000_000)] == ["0", "999", "1 k", "4.88 M", "8.03 G"]
+    assert [count(n) for n in (0, 999, 1000, 4_884_480, 8_030_000_000)] == [
+        "0",
+        "999",
+        "1 k",
+        "4.88 M",
+        "8.03 G",
+    ]
 
 
 def test_every_character_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
