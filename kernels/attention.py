@@ -14,6 +14,7 @@ backward calls get the merged o and lse, which makes their dq, dk, dv add up to 
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -57,13 +58,18 @@ class CrossPart:
 
 def uses_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """True if the stock FlashAttention kernels take these tensors."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )
 
 
 def attention_plan(segments_S4: Tensor, device: torch.device, *, flash: bool = False) -> AttentionPlan:
     """The plan for segments int32 [S, 4] on the CPU: (start, end, prefix_start, prefix_end), tiling T in order."""
     rows = segments_S4.tolist()
-    assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False)), "segments must tile the tokens in order"
+    assert all(a[1] == b[0] for a, b in pairwise(rows)), "segments must tile the tokens in order"
     return _flash_plan(rows, device) if flash else _dense_plan(rows, device)
 
 
@@ -112,7 +118,7 @@ def _flash_plan(rows: list[list[int]], device: torch.device) -> AttentionPlan:
         queries.append(torch.arange(s, e))
 
     def longest(cu: list[int]) -> int:
-        return max((b - a for a, b in zip(cu, cu[1:], strict=False)), default=0)
+        return max((b - a for a, b in pairwise(cu)), default=0)
 
     def index(x: list[int]) -> Tensor:
         return torch.tensor(x, dtype=torch.int32, device=device)
@@ -120,12 +126,19 @@ def _flash_plan(rows: list[list[int]], device: torch.device) -> AttentionPlan:
     cross = None
     if queries:
         cross = CrossPart(
-            torch.cat(queries).to(device), torch.cat(keys).to(device), index(cu_q), index(cu_k), longest(cu_q), longest(cu_k)
+            torch.cat(queries).to(device),
+            torch.cat(keys).to(device),
+            index(cu_q),
+            index(cu_k),
+            longest(cu_q),
+            longest(cu_k),
         )
     return AttentionPlan((), index(cu_own), longest(cu_own), cross)
 
 
-def attention(q_Tnd: Tensor, k_Tmd: Tensor, v_Tmd: Tensor, plan: AttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q_Tnd: Tensor, k_Tmd: Tensor, v_Tmd: Tensor, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, Tensor]:
     """o [T, n, d] in q's dtype and lse [n, T] in float32."""
     if plan.cu_own is not None:
         return _flash(q_Tnd, k_Tmd, v_Tmd, plan, scale)
@@ -219,7 +232,10 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     flash = torch.ops.aten._flash_attention_backward
     # Dropout is off, so the kernel never reads its random state; it only wants tensors of the right kind.
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)
+    state = (
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        torch.zeros((), dtype=torch.uint64, device=q.device),
+    )
     own, n = plan.cu_own, plan.max_own
     dq, dk, dv = flash(do, q, k, v, o, lse, own, own, n, n, 0.0, True, *state, scale=scale)
     if plan.cross is None:

@@ -42,7 +42,13 @@ def selected_logprobs_reference(
 
 
 def selected_logprobs_forward(
-    hidden_MH: Tensor, weight_VH: Tensor, target_M: Tensor, temperature: float, *, entropy: bool, gradient: bool
+    hidden_MH: Tensor,
+    weight_VH: Tensor,
+    target_M: Tensor,
+    temperature: float,
+    *,
+    entropy: bool,
+    gradient: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(logp [M], entropy [M] | None, u [M, H] in hidden's dtype | None)."""
     rows, acc = hidden_MH.shape[0], accumulate_dtype(hidden_MH.dtype)

@@ -13,7 +13,12 @@ from torch import Tensor
 
 
 def lora_linear(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, a_rK: Tensor | None, b_Nr: Tensor | None, scale: float
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    a_rK: Tensor | None,
+    b_Nr: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """y [T, N] and z [T, r], which the backward needs. Without an adapter (a is None) z is None."""
     y = torch.nn.functional.linear(x_TK, weight_NK, bias_N)

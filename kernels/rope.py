@@ -13,7 +13,9 @@ from torch import Tensor
 from covey.kernels.rmsnorm import accumulate_dtype
 
 
-def rope_tables(positions_T: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    positions_T: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, d/2] in the arithmetic dtype for `dtype`; `scaling` multiplies both (YaRN)."""
     acc = accumulate_dtype(dtype)
     angles = positions_T.to(acc)[:, None, None] * inv_freq.to(acc)

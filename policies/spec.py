@@ -70,7 +70,7 @@ def read_spec(folder: Path) -> ModelSpec:
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ModelError(
-            f'{file}: model_type "{family}" is not supported yet; covey trains models of the types {", ".join(FAMILIES)}'
+            f'{file}: model_type "{family}" is not supported yet; covey trains {", ".join(FAMILIES)} models'
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f'{file}: hidden_act "{raw["hidden_act"]}" is not supported yet; only "silu" is')

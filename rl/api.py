@@ -134,7 +134,11 @@ def run_sft(
 
 
 def _run(
-    trainer: GrpoTrainer | SftTrainer, command: str, specs: Sequence[RewardSpec], resume: str | None, plain: bool | None
+    trainer: GrpoTrainer | SftTrainer,
+    command: str,
+    specs: Sequence[RewardSpec],
+    resume: str | None,
+    plain: bool | None,
 ) -> Run:
     config = trainer.config
     text = dump_config(config) + "".join(f"# reward given in Python: {_describe(s)}\n" for s in specs)
@@ -178,5 +182,9 @@ def _spec(reward: RewardLike) -> RewardSpec:
 
 
 def _describe(spec: RewardSpec) -> str:
-    use = spec.use if isinstance(spec.use, str) else f"{spec.use.__module__}:{getattr(spec.use, '__qualname__', spec.use)}"
+    use = (
+        spec.use
+        if isinstance(spec.use, str)
+        else f"{spec.use.__module__}:{getattr(spec.use, '__qualname__', spec.use)}"
+    )
     return f"{use}, weight {spec.weight:g}"

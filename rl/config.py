@@ -92,7 +92,7 @@ class ObjectiveSection(Section):
     clip_high: Positive = 0.28
     beta: NonNegative = 0.0  # weight of the k3 KL to the reference; 0 runs no reference pass
     correction: Literal["none", "truncate", "mask"] = "truncate"  # trainer / sampler weight, per token
-    correction_cap: Positive = 2.0
+    correction_cap: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 2.0
     truncated: Literal["keep", "mask"] = "keep"  # completions cut off by max_new_tokens: train on them or not
     updates_per_rollout: Count = 1  # optimiser steps over each batch of rollouts (mu)
 
@@ -108,6 +108,15 @@ class OptimSection(Section):
     eps: Positive = 1e-8
     max_grad_norm: NonNegative = 1.0  # 0: no clipping
     tokens_per_pass: Count = 8192  # tokens of one forward and backward; how a step is split changes no result
+
+    @model_validator(mode="after")
+    def _warms_up(self) -> "OptimSection":
+        steps = getattr(self, "steps", None)
+        if steps is not None and self.warmup_steps >= steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}: with {steps} steps lr would never be reached"
+            )
+        return self
 
 
 class GrpoOptimSection(OptimSection):

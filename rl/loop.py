@@ -33,7 +33,7 @@ class Trainer(Protocol):
     def save_adapter(self, folder: Path) -> None: ...
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs beside the adapter to go on as if nothing had happened."""
+        """What `restore` needs beside the adapter to go on as if nothing had happened; "updates" counts updates."""
         ...
 
     def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None: ...
@@ -45,7 +45,13 @@ class RunLoop:
     def __init__(
         self, trainer: Trainer, folder: RunFolder, evaluation: EvalSection, run: RunSection, display: Display
     ):
-        self.trainer, self.folder, self.evaluation, self.run, self.display = trainer, folder, evaluation, run, display
+        self.trainer, self.folder, self.evaluation, self.run, self.display = (
+            trainer,
+            folder,
+            evaluation,
+            run,
+            display,
+        )
         self.done = 0
         self.interrupted = False
         self._saved = -1
@@ -71,9 +77,9 @@ class RunLoop:
                 while self.done < self.trainer.steps and not stop_requested():
                     self._step()
                 self.interrupted = self.done < self.trainer.steps
-                if not self.interrupted and self.evaluation.every == 0 or self.done % max(1, self.evaluation.every):
-                    if not self.interrupted:
-                        self._evaluate()
+                every = self.evaluation.every
+                if not self.interrupted and (every == 0 or self.done % every):
+                    self._evaluate()
                 self._save()
         finally:
             self._log.close()
@@ -96,8 +102,10 @@ class RunLoop:
         try:
             metrics, samples = self.trainer.step(self.done)
         except Exception:
-            # Whatever went wrong (a reward, memory), the steps before it are paid for: keep them.
-            self._save(before)
+            # Whatever went wrong (a reward, memory), the steps before it are paid for: keep them, unless the
+            # failed step has moved the weights already.
+            if self.trainer.state()["updates"] == before["updates"]:
+                self._save(before)
             raise
         self.done += 1
         self._record(metrics)

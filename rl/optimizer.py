@@ -54,6 +54,7 @@ class FlatAdamW:
         self.params = list(params)
         self.section = section
         self.skipped = 0  # steps that were left out because a gradient was not finite
+        self.updates = 0  # calls of `step` in this process: tells whether weights may have changed
         for p in self.params:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -77,6 +78,7 @@ class FlatAdamW:
         A gradient that is not finite changes neither weights nor moments; `grad/skipped` counts these steps.
         """
         rate = learning_rate(self.section, step_index, total_steps)
+        self.updates += 1
         grads = self._grads()
         norm = global_norm(grads)
         if math.isfinite(norm):

@@ -66,13 +66,11 @@ class Sampler:
             tokens_per_pass=self.config.optim.tokens_per_pass,
             seed=self.config.run.seed,
         )
-        known = max(self.tokenizer.get_vocab().values()) + 1
         self.engine = InProcessEngine(
             self.policy,
             lambda ids: decode_completion(self.tokenizer, ids, self.eos),
             self.eos,
             max_rows=max_rows,
-            vocab_limit=known if known < self.spec.vocab_size else None,
         )
 
     def prompts(self, rows: Sequence[Row], max_new_tokens: int) -> list[Prompt]:
@@ -86,7 +84,9 @@ class Sampler:
         self.warnings += encoded.warnings
         for word in ("dropped", "truncated"):
             if count := getattr(encoded, word):
-                self.warnings.append(f"{count} of {len(encoded) + encoded.dropped} {what} were too long and were {word}")
+                self.warnings.append(
+                    f"{count} of {len(encoded) + encoded.dropped} {what} were too long and were {word}"
+                )
 
     def encode(self, text: str | Sequence[Message]) -> Prompt:
         """One prompt, written as the configuration writes those of the data."""
@@ -144,8 +144,9 @@ class GrpoTrainer(Sampler):
         self.eval_tokens = config.eval.max_new_tokens or rollout.max_new_tokens
         self.held_out = self.prompts(held_out, self.eval_tokens) if held_out else []
         if len(self.data) < rollout.prompts_per_step:
-            self.warnings.append(
-                f"{len(self.data)} prompts for steps of {rollout.prompts_per_step}: some are used twice in a step"
+            raise DataError(
+                f"rollout.prompts_per_step: a step takes {rollout.prompts_per_step} different prompts, and there are "
+                f"only {len(self.data)}. Set it to at most that, or give more rows"
             )
         self.cursor = Cursor(len(self.data), rollout.prompts_per_step, config.data.seed, config.data.shuffle)
         self.steps = config.optim.steps
@@ -167,7 +168,7 @@ class GrpoTrainer(Sampler):
         return self.greedy(self.held_out, self.scorer, Sampling(self.eval_tokens, temperature=0.0, stop=stop))
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "cursor": self.cursor.state()}
+        return trainer_state(self.optimizer, self.cursor)
 
     def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
         restore_adapter(self.policy, adapter)
@@ -213,7 +214,11 @@ class SftTrainer(Sampler):
         self.eval_prompts = self.prompts(held_out, self.eval_tokens) if held_out and loaded else []
         optim = config.optim
         self.cursor = Cursor(
-            len(self.data), optim.rows_per_step, config.data.seed, config.data.shuffle, wrap=optim.epochs is None
+            len(self.data),
+            optim.rows_per_step,
+            config.data.seed,
+            config.data.shuffle,
+            wrap=optim.epochs is None,
         )
         self.steps = optim.steps or self.cursor.steps(optim.epochs or 1.0)
         self.found = found
@@ -233,11 +238,13 @@ class SftTrainer(Sampler):
         nll = document_nll(self.policy, self.held_out, self.config.optim.tokens_per_pass, self.device)
         if not self.eval_prompts:
             return {"eval/nll": nll}, []
-        metrics, rows = self.greedy(self.eval_prompts, self.scorer, Sampling(self.eval_tokens, temperature=0.0))
+        metrics, rows = self.greedy(
+            self.eval_prompts, self.scorer, Sampling(self.eval_tokens, temperature=0.0)
+        )
         return {"eval/nll": nll} | metrics, rows
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "cursor": self.cursor.state()}
+        return trainer_state(self.optimizer, self.cursor)
 
     def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
         restore_adapter(self.policy, adapter)
@@ -256,6 +263,11 @@ class SftTrainer(Sampler):
             details={"data": f"{found}; {len(self.held_out)} held out"},
         )
         return RunInfo(**facts, **where)
+
+
+def trainer_state(optimizer: FlatAdamW, cursor: Cursor) -> dict[str, Any]:
+    """What a checkpoint holds beside the adapter. The optimiser's tensors are its own, not copies."""
+    return {"optimizer": optimizer.state_dict(), "cursor": cursor.state(), "updates": optimizer.updates}
 
 
 def load_rewards(specs: Sequence[RewardSpec]) -> list[Reward]:

@@ -41,8 +41,6 @@ class InProcessEngine:
 
     decode: ids to text, without special tokens. eos_ids: any of them ends a completion.
     max_rows: completions that run at a time; prompts are worked off in waves of as many (one at least).
-    vocab_limit: ids from here on are never sampled (the rows of an embedding beyond its tokenizer). Log-probs
-    are then those of the distribution over the ids below it.
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class InProcessEngine:
         eos_ids: Iterable[int],
         *,
         max_rows: int = 256,
-        vocab_limit: int | None = None,
     ):
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}: set it to at least 1")
@@ -60,7 +57,6 @@ class InProcessEngine:
         self.decode = decode
         self.eos_ids = frozenset(eos_ids)
         self.max_rows = max_rows
-        self.vocab_limit = vocab_limit
         self.version = 0
 
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
@@ -193,7 +189,7 @@ class InProcessEngine:
         samples = np.array([row.sample for row in rows])
         uniform = uniforms(sampling.seed, np.array([row.prompt.row for row in rows]), samples, step)
         uniform_B = torch.from_numpy(uniform).to(logits_BV.device)
-        id_B, logp_B = pick(logits_BV[:, : self.vocab_limit], sampling, uniform_B)
+        id_B, logp_B = pick(logits_BV, sampling, uniform_B)
         for row, token, logp in zip(rows, id_B.tolist(), logp_B.tolist(), strict=True):
             if math.isnan(logp):
                 raise FloatingPointError(

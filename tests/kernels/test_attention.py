@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from covey.kernels import attention as module
 from covey.kernels.attention import attention, attention_backward, attention_plan
 
@@ -25,7 +26,9 @@ def explicit(q, k, v, segments, scale):
     k, v = (x.repeat_interleave(n // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("ind,jnd->nij", q, k) * scale
     p = torch.softmax(scores.masked_fill(~allowed, float("-inf")), -1)
-    return torch.einsum("nij,jnd->ind", p, v), torch.logsumexp(scores.masked_fill(~allowed, float("-inf")), -1)
+    return torch.einsum("nij,jnd->ind", p, v), torch.logsumexp(
+        scores.masked_fill(~allowed, float("-inf")), -1
+    )
 
 
 @pytest.mark.parametrize("family_tokens", [0, 512], ids=["by segment", "by family"])
@@ -58,7 +61,12 @@ def test_allowed_pairs_of_two_documents():
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (28, 4)])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "long"])
 def test_flash_is_as_exact_as_bf16_allows(layout, heads):
-    segments = LAYOUTS.get(layout) or [(0, 300, 0, 0), (300, 700, 0, 300), (700, 701, 0, 300), (701, 900, 0, 0)]
+    segments = LAYOUTS.get(layout) or [
+        (0, 300, 0, 0),
+        (300, 700, 0, 300),
+        (700, 701, 0, 300),
+        (701, 900, 0, 0),
+    ]
     tokens, (n, m) = segments[-1][1], heads
     wide = [torch.randn(tokens, h, 64, dtype=torch.float64).bfloat16().double() for h in (n, m, m, n)]
     table = torch.tensor(segments, dtype=torch.int32)

