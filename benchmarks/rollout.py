@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "covey-shapes")
     args = parser.parse_args()
-    name = args.model or args.shape or "tiny"
+    name = Path(args.model).name if args.model else args.shape or "tiny"
     folder = locate_model(args.model) if args.model else model_folder(name, args.root)
     policy = load_policy(folder, memory=args.memory)
     engine = InProcessEngine(policy, lambda ids: "", (), max_rows=args.rows)

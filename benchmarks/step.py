@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=10)
     parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "covey-shapes")
     args = parser.parse_args()
-    name = args.model or args.shape or "tiny"
+    name = Path(args.model).name if args.model else args.shape or "tiny"
     folder = locate_model(args.model) if args.model else model_folder(name, args.root)
     print(
         f"{'model':<16}{'work':<20}{'memory':<8}{'ms':>10}{'tokens/s':>12}{'peak GiB':>10}{'weights GiB':>13}"

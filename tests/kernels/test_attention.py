@@ -68,11 +68,13 @@ def test_flash_is_as_exact_as_bf16_allows(layout, heads):
         (701, 900, 0, 0),
     ]
     tokens, (n, m) = segments[-1][1], heads
-    wide = [torch.randn(tokens, h, 64, dtype=torch.float64).bfloat16().double() for h in (n, m, m, n)]
+    q64, k64, v64, do64 = wide = [
+        torch.randn(tokens, h, 64, dtype=torch.float64).bfloat16().double() for h in (n, m, m, n)
+    ]
     table = torch.tensor(segments, dtype=torch.int32)
     plan = attention_plan(table, torch.device("cpu"))
-    o, lse = attention(*wide[:3], plan, 0.125)
-    exact = [o, *attention_backward(wide[3], *wide[:3], o, lse, plan, 0.125)]
+    o, lse = attention(q64, k64, v64, plan, 0.125)
+    exact = [o, *attention_backward(do64, q64, k64, v64, o, lse, plan, 0.125)]
     results = {}
     for flash in (True, False):
         q, k, v, do = (x.to("cuda", torch.bfloat16) for x in wide)

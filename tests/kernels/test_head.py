@@ -29,6 +29,7 @@ def test_matches_autograd_in_any_chunks(rows_per_chunk, temperature, monkeypatch
         )
     torch.testing.assert_close(mine, logp.detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(my_entropy, entropy.detach(), rtol=0, atol=1e-12)
+    assert u is not None
     torch.testing.assert_close(selected_logprobs_backward(g, u), dh, rtol=0, atol=1e-12)
 
 
@@ -38,6 +39,7 @@ def test_confident_tokens_keep_value_and_gradient(margin):
     w = torch.tensor([[1.0], [0.0]])
     h = torch.tensor([[margin]])
     logp, _, u = selected_logprobs_forward(h, w, torch.tensor([0]), 1.0, entropy=False, gradient=True)
+    assert u is not None
     tail = torch.exp(torch.tensor(-margin, dtype=torch.float64))
     torch.testing.assert_close(logp.double(), -torch.log1p(tail)[None], rtol=1e-5, atol=0)
     torch.testing.assert_close(u.double(), (tail / (1 + tail)).view(1, 1), rtol=1e-5, atol=0)
@@ -62,4 +64,5 @@ def test_no_rows():
         entropy=True,
         gradient=True,
     )
+    assert entropy is not None and u is not None
     assert logp.shape == (0,) and entropy.shape == (0,) and u.shape == (0, 6)

@@ -9,6 +9,7 @@ from covey.policies.decoder import DecoderPolicy
 from covey.policies.load import load_policy
 from covey.policies.locate import ModelError
 from covey.policies.policy import Batch
+from covey.rl.batch import to_device
 
 FAMILIES = ["tiny_llama", "tiny_llama3", "tiny_qwen2"]
 
@@ -36,6 +37,16 @@ def shared_prefix_batch(vocab: int = 96, **changes) -> Batch:
     return Batch(**{f: changes.get(f, getattr(batch, f)) for f in Batch.__slots__})
 
 
+def grad_of(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def gradient(policy: DecoderPolicy) -> torch.Tensor:
+    """The gradient of the whole adapter, flat."""
+    return grad_of(policy.parameters()[0])
+
+
 def randomise(policy: DecoderPolicy, seed: int = 1) -> None:
     """B is zero at the start, which hides errors in A's gradient: draw both."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,9 +68,8 @@ class PlainDecoder:
         y = x @ frozen.weight.dense().t() + (0 if frozen.bias is None else frozen.bias)
         key = f"base_model.model.model.{frozen.key}"
         a, b = self.lora.get(f"{key}.lora_A.weight"), self.lora.get(f"{key}.lora_B.weight")
-        return (
-            y if a is None else y + self.policy.adapter.alpha / self.policy.adapter.rank * (x @ a.t()) @ b.t()
-        )
+        scale = self.policy.adapter.alpha / self.policy.adapter.rank
+        return y if a is None or b is None else y + scale * (x @ a.t()) @ b.t()
 
     def norm(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps=self.spec.norm_eps)
@@ -118,10 +128,10 @@ def test_adapter_gradients_equal_autograd_in_float64(family, memory, request):
     (batch.weight * batch.advantage * expected.exp()).sum().backward()
     at = 0
     for name, tensor in plain.lora.items():
-        grad = policy.parameters()[0].grad[at : at + tensor.numel()].view_as(tensor)
-        assert tensor.grad.abs().max() > 1e-6, name
+        grad = gradient(policy)[at : at + tensor.numel()].view_as(tensor)
+        assert grad_of(tensor).abs().max() > 1e-6, name
         torch.testing.assert_close(
-            grad, tensor.grad, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+            grad, grad_of(tensor), rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
         )
         at += tensor.numel()
     assert at == policy.parameters()[0].numel()
@@ -132,11 +142,11 @@ def test_gradients_accumulate_and_scale_with_the_loss(tiny_llama):
     randomise(policy)
     batch = shared_prefix_batch()
     policy.logprobs(batch).logp.sum().backward()
-    once = policy.parameters()[0].grad.clone()
+    once = gradient(policy).clone()
     (3 * policy.logprobs(batch).logp.sum()).backward()
-    torch.testing.assert_close(policy.parameters()[0].grad, 4 * once)
+    torch.testing.assert_close(gradient(policy), 4 * once)
     policy.zero_grad()
-    assert not policy.parameters()[0].grad.any()
+    assert not gradient(policy).any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -285,3 +295,26 @@ def test_rope_default_equals_transformers(tiny_llama: Path):
 
     theirs = AutoModelForCausalLM.from_pretrained(tiny_llama).model.rotary_emb.inv_freq
     torch.testing.assert_close(read_spec(tiny_llama).inv_freq, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_on_a_gpu_follows_float64(family, memory, request):
+    """bf16 keeps 8 bits: each log-prob and the direction of the whole gradient agree to a few of its steps."""
+    folder = request.getfixturevalue(family)
+    exact = load_policy(folder, method="lora", dtype="float64", rank=3, device="cpu")
+    half = load_policy(folder, method="lora", dtype="bfloat16", rank=3, device="cuda", memory=memory)
+    batch = shared_prefix_batch()
+    logps, grads = [], []
+    for policy in (exact, half):
+        with torch.no_grad():
+            noise = torch.randn(policy.parameters()[0].shape, generator=torch.Generator().manual_seed(1))
+            policy.parameters()[0].copy_(0.1 * noise)
+        logp = policy.logprobs(to_device(batch, policy.device)).logp
+        (batch.advantage.to(logp.device) * logp).sum().backward()
+        logps.append(logp.detach().cpu().double())
+        grads.append(gradient(policy).cpu().double())
+    assert (logps[0] - logps[1]).abs().max() < 0.15
+    assert torch.nn.functional.cosine_similarity(*grads, dim=0) > 0.995
+    assert 0.97 < (grads[1].norm() / grads[0].norm()).item() < 1.03
