@@ -25,7 +25,7 @@ test: .venv/model.stamp
 check: .venv/packages.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: .venv/packages.stamp
 	$(BIN)/ruff format .

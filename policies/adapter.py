@@ -49,7 +49,8 @@ class Adapter:
         size = sum(rows * columns for _, rows, columns in self._places.values())
         master = torch.float64 if compute_dtype == torch.float64 else torch.float32
         self.flat = torch.zeros(size, dtype=master, device=device, requires_grad=True)
-        self.flat.grad = torch.zeros_like(self.flat)
+        self._grad = torch.zeros_like(self.flat, requires_grad=False)
+        self.flat.grad = self._grad
         self._shadow = (
             self.flat.detach()
             if compute_dtype == master
@@ -57,7 +58,7 @@ class Adapter:
         )
         self._reference: Tensor | None = None
         self._initialise(seed)
-        self.pairs = self._pairs(self._shadow, self.flat.grad)
+        self.pairs = self._pairs(self._shadow, self._grad)
         self.reference_pairs: dict[str, LoraPair] = {}
 
     def _initialise(self, seed: int) -> None:
@@ -69,9 +70,16 @@ class Adapter:
                 view.copy_(torch.empty(view.shape).uniform_(-bound, bound, generator=generator))
 
     def refresh(self) -> None:
-        """Bring the compute-dtype copy up to date with the master."""
+        """Bring the compute-dtype copy up to date with the master, and attach the gradient buffer again."""
+        if self.flat.grad is None:  # as after a torch optimiser's zero_grad(), which drops it
+            self._grad.zero_()
+            self.flat.grad = self._grad
         if self._shadow.dtype != self.flat.dtype:
             self._shadow.copy_(self.flat.detach())
+
+    def zero_grad(self) -> None:
+        self._grad.zero_()
+        self.flat.grad = self._grad
 
     def freeze_reference(self) -> None:
         """Take the adapter as it is now for the reference policy. Without this the reference is the base model."""

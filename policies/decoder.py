@@ -26,7 +26,8 @@ class DecoderPolicy:
     """Policy (see policies/policy.py) and, for the in-process engine, the decoder's single steps.
 
     After `logprobs(batch)` and `backward()` on a function of its result, `parameters()[0].grad` holds the gradient
-    of the whole adapter. It accumulates, also over several backward calls; `zero_grad()` clears it.
+    of the whole adapter. It accumulates, also over several backward calls, until `zero_grad()` (the policy's or a
+    torch optimiser's) clears it.
     """
 
     def __init__(
@@ -91,8 +92,7 @@ class DecoderPolicy:
         return [self.adapter.flat]
 
     def zero_grad(self) -> None:
-        assert self.adapter.flat.grad is not None
-        self.adapter.flat.grad.zero_()
+        self.adapter.zero_grad()
 
     def save_adapter(self, folder: Path | str, base: str | None = None) -> None:
         """Write the adapter in PEFT's format; `base` names its base model there (default: the model's folder)."""

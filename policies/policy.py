@@ -60,7 +60,7 @@ class Policy(Protocol):
         ...
 
     def reference(self) -> AbstractContextManager[None]:
-        """While entered, `logprobs` is that of the frozen reference policy."""
+        """While entered, `logprobs` is that of the frozen reference policy, without gradient."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What the README shows runs: its Python example, and the same reward from the command line."""
+"""What README.md and docs/python.md show runs."""
 
 import json
 import re
@@ -34,6 +34,17 @@ def test_the_python_example(tmp_path, monkeypatch):
     assert right_length("cat, dog, eel", count=3) == 1.0
     assert right_length("cat, dog", count=4) == 0.5
     assert right_length("no list", count=3) == 0.0
+
+
+DOCS = README.parent / "docs" / "python.md"
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_examples_of_the_python_page(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    exec(compile(blocks[number], DOCS.name, "exec"), {})
 
 
 @pytest.mark.slow

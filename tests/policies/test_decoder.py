@@ -149,6 +149,27 @@ def test_gradients_accumulate_and_scale_with_the_loss(tiny_llama):
     assert not gradient(policy).any()
 
 
+def test_a_torch_optimiser_may_drop_the_gradient(tiny_llama):
+    """optimizer.zero_grad() sets p.grad to None; the next backward must start from zero and be seen."""
+    policy = load_policy(tiny_llama, method="lora", dtype="float64", rank=2, device="cpu")
+    randomise(policy)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    batch = shared_prefix_batch()
+    policy.logprobs(batch).logp.sum().backward()
+    once = gradient(policy).clone()
+    optimizer.zero_grad()
+    policy.logprobs(batch).logp.sum().backward()
+    torch.testing.assert_close(gradient(policy), once)
+
+
+def test_size_of_the_base_model(tiny_llama, tiny_qwen2):
+    from transformers import AutoModelForCausalLM
+
+    for folder in (tiny_llama, tiny_qwen2):
+        theirs = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+        assert load_policy(folder, method="lora", device="cpu").spec.num_parameters == theirs
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family, request):
     from transformers import AutoModelForCausalLM
