@@ -109,15 +109,6 @@ class OptimSection(Section):
     max_grad_norm: NonNegative = 1.0  # 0: no clipping
     tokens_per_pass: Count = 8192  # tokens of one forward and backward; how a step is split changes no result
 
-    @model_validator(mode="after")
-    def _warms_up(self) -> "OptimSection":
-        steps = getattr(self, "steps", None)
-        if steps is not None and self.warmup_steps >= steps:
-            raise ValueError(
-                f"warmup_steps is {self.warmup_steps}: with {steps} steps lr would never be reached"
-            )
-        return self
-
 
 class GrpoOptimSection(OptimSection):
     steps: Count = 100

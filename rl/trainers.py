@@ -50,6 +50,15 @@ class Sampler:
         self.device = torch.device(pick_device(config.model.device))
         self.warnings: list[str] = []
 
+    def check_steps(self, steps: int) -> int:
+        """`steps`, with a warning if the learning rate never gets where it should."""
+        warmup, lr = self.config.optim.warmup_steps, self.config.optim.lr
+        if warmup >= steps:
+            self.warnings.append(
+                f"optim.warmup_steps is {warmup}: with {steps} steps the lr of {lr:g} is never reached"
+            )
+        return steps
+
     def load(self, max_rows: int) -> None:
         """The expensive part: weights."""
         model, lora = self.config.model, self.config.lora
@@ -149,7 +158,7 @@ class GrpoTrainer(Sampler):
                 f"only {len(self.data)}. Set it to at most that, or give more rows"
             )
         self.cursor = Cursor(len(self.data), rollout.prompts_per_step, config.data.seed, config.data.shuffle)
-        self.steps = config.optim.steps
+        self.steps = self.check_steps(config.optim.steps)
         self.found = found
 
     def load_weights(self) -> None:
@@ -220,7 +229,7 @@ class SftTrainer(Sampler):
             config.data.shuffle,
             wrap=optim.epochs is None,
         )
-        self.steps = optim.steps or self.cursor.steps(optim.epochs or 1.0)
+        self.steps = self.check_steps(optim.steps or self.cursor.steps(optim.epochs or 1.0))
         self.found = found
 
     def load_weights(self) -> None:
