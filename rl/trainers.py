@@ -50,8 +50,10 @@ class Sampler:
         self.device = torch.device(pick_device(config.model.device))
         self.warnings: list[str] = []
 
-    def check_steps(self, steps: int) -> int:
-        """`steps`, with a warning if the learning rate never gets where it should."""
+    def check_steps(self, steps: int, held_out: Sequence[Any]) -> int:
+        """`steps`, with warnings about settings that will have no effect in a run of them."""
+        if self.config.eval.every and not held_out:
+            self.warnings.append("eval.every is set, but there are no held-out rows: set data.eval")
         warmup, lr = self.config.optim.warmup_steps, self.config.optim.lr
         if warmup >= steps:
             self.warnings.append(
@@ -158,7 +160,7 @@ class GrpoTrainer(Sampler):
                 f"only {len(self.data)}. Set it to at most that, or give more rows"
             )
         self.cursor = Cursor(len(self.data), rollout.prompts_per_step, config.data.seed, config.data.shuffle)
-        self.steps = self.check_steps(config.optim.steps)
+        self.steps = self.check_steps(config.optim.steps, self.held_out)
         self.found = found
 
     def load_weights(self) -> None:
@@ -229,7 +231,7 @@ class SftTrainer(Sampler):
             config.data.shuffle,
             wrap=optim.epochs is None,
         )
-        self.steps = self.check_steps(optim.steps or self.cursor.steps(optim.epochs or 1.0))
+        self.steps = self.check_steps(optim.steps or self.cursor.steps(optim.epochs or 1.0), self.held_out)
         self.found = found
 
     def load_weights(self) -> None:
