@@ -83,8 +83,7 @@ def grpo(
     Raises ValueError for what the caller can mend, RunError (a RuntimeError) for what went wrong on the way.
     """
     loaded = _load(config, overrides, data, GrpoConfig)
-    specs = [_spec(reward) for reward in rewards]
-    return run_grpo(loaded, specs=specs, data=data, eval_data=eval_data, resume=resume, plain=plain)
+    return _launch(GrpoTrainer, loaded, rewards, data, eval_data, resume, plain)
 
 
 def sft(
@@ -99,52 +98,38 @@ def sft(
 ) -> Run:
     """Fine-tune on worked answers. As `grpo`; rewards only score greedy completions in the evaluations."""
     loaded = _load(config, overrides, data, SftConfig)
-    specs = [_spec(reward) for reward in rewards]
-    return run_sft(loaded, specs=specs, data=data, eval_data=eval_data, resume=resume, plain=plain)
+    return _launch(SftTrainer, loaded, rewards, data, eval_data, resume, plain)
 
 
-def run_grpo(
-    config: GrpoConfig,
-    *,
-    specs: Sequence[RewardSpec] = (),
+def run_grpo(config: GrpoConfig, *, resume: str | None = None) -> Run:
+    """GRPO from a validated configuration: the command."""
+    return _launch(GrpoTrainer, config, resume=resume)
+
+
+def run_sft(config: SftConfig, *, resume: str | None = None) -> Run:
+    """SFT from a validated configuration: the command."""
+    return _launch(SftTrainer, config, resume=resume)
+
+
+def _launch(
+    kind: type[GrpoTrainer] | type[SftTrainer],
+    config: Any,
+    rewards: Sequence[RewardLike] = (),
     data: Any = None,
     eval_data: Any = None,
     resume: str | None = None,
     plain: bool | None = None,
 ) -> Run:
-    """GRPO from a validated configuration; `specs` replace its rewards."""
+    """Check everything that is cheap to check, make the run's folder, load the weights, run. `rewards` replace
+    those of the configuration."""
     _prepare(config)
-    trainer = GrpoTrainer(config, specs or _config_specs(config), data, eval_data)
-    return _run(trainer, "grpo", specs, resume, plain)
-
-
-def run_sft(
-    config: SftConfig,
-    *,
-    specs: Sequence[RewardSpec] = (),
-    data: Any = None,
-    eval_data: Any = None,
-    resume: str | None = None,
-    plain: bool | None = None,
-) -> Run:
-    """SFT from a validated configuration; `specs` replace its rewards."""
-    _prepare(config)
-    trainer = SftTrainer(config, specs or _config_specs(config), data, eval_data)
-    return _run(trainer, "sft", specs, resume, plain)
-
-
-def _run(
-    trainer: GrpoTrainer | SftTrainer,
-    command: str,
-    specs: Sequence[RewardSpec],
-    resume: str | None,
-    plain: bool | None,
-) -> Run:
-    config = trainer.config
-    text = dump_config(config) + "".join(f"# reward given in Python: {_describe(s)}\n" for s in specs)
+    given = [_spec(reward) for reward in rewards]
+    named = [RewardSpec(r.use, r.weight, r.name, r.args) for r in config.rewards]
+    trainer = kind(config, given or named, data, eval_data)
+    text = dump_config(config) + "".join(f"# reward given in Python: {_describe(s)}\n" for s in given)
     folder = RunFolder.create(
         config.run,
-        default_name(command, config.model.path),
+        default_name(trainer.command, config.model.path),
         text,
         resume=resume,
         device=torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "CPU",
@@ -171,10 +156,6 @@ def _load(config: Source, overrides: Mapping[str, Any], data: Any, model: type[A
     """Rows given in Python need no data.train."""
     given = {} if data is None else {"data.train": GIVEN_IN_PYTHON}
     return load_config(config, {**given, **overrides}, model)
-
-
-def _config_specs(config: GrpoConfig | SftConfig) -> list[RewardSpec]:
-    return [RewardSpec(r.use, r.weight, r.name, r.args) for r in config.rewards]
 
 
 def _spec(reward: RewardLike) -> RewardSpec:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from covey.policies.adapter import read_adapter
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.load import load_policy, pick_device
 from covey.policies.locate import locate_model
@@ -39,6 +40,10 @@ Config = GrpoConfig | SftConfig
 
 class Sampler:
     """A model ready to be trained and sampled from: what both algorithms share."""
+
+    command: str
+    optimizer: FlatAdamW
+    cursor: Cursor
 
     def __init__(self, config: Config):
         self.config = config
@@ -120,12 +125,24 @@ class Sampler:
     def save_adapter(self, folder: Path) -> None:
         self.policy.save_adapter(folder, self.config.model.path)
 
-    def info(self, command: str, **facts: Any) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the adapter. The optimiser's tensors are its own, not copies."""
+        state = {"optimizer": self.optimizer.state_dict(), "cursor": self.cursor.state()}
+        return state | {"updates": self.optimizer.updates}
+
+    def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
+        """Go on after `step` steps; the reference policy stays what it is."""
+        self.policy.load_weights(read_adapter(adapter)[1])
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.cursor.restore(state["cursor"])
+        self.engine.update(self.policy.weights(), step)
+
+    def info(self, **facts: Any) -> dict[str, Any]:
         """The part of RunInfo that both algorithms fill alike."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         details = facts.pop("details")
         return {
-            "command": command,
+            "command": self.command,
             "model": self.config.model.path,
             "method": f"{self.config.model.method}, rank {self.policy.adapter.rank}, {str(self.policy.dtype)[6:]}",
             "device": device,
@@ -139,11 +156,13 @@ class Sampler:
 class GrpoTrainer(Sampler):
     """Trainer (rl/loop.py) of GRPO. rows, eval_rows: given in Python instead of by the configuration."""
 
+    command = "grpo"
+
     def __init__(
         self, config: GrpoConfig, rewards: Sequence[RewardSpec], rows: Any = None, eval_rows: Any = None
     ):
         self.config: GrpoConfig
-        loaded = load_rewards(rewards)
+        loaded = [load_reward(spec) for spec in rewards]
         if not loaded:
             raise DataError("rewards: none is given. Name one, for example rewards: [{use: math}]")
         data, found = _rows(config, loaded, rows)
@@ -178,20 +197,10 @@ class GrpoTrainer(Sampler):
         stop = tuple(self.config.rollout.stop)
         return self.greedy(self.held_out, self.scorer, Sampling(self.eval_tokens, temperature=0.0, stop=stop))
 
-    def state(self) -> dict[str, Any]:
-        return trainer_state(self.optimizer, self.cursor)
-
-    def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
-        restore_adapter(self.policy, adapter)
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
-        self.cursor.restore(state["cursor"])
-        self.engine.update(self.policy.weights(), step)
-
     def describe(self, **where: Any) -> RunInfo:
         rollout = self.config.rollout
         rewards = ", ".join(f"{r.name} x {r.weight:g}" for r in self.scorer.rewards)
         facts = self.info(
-            "grpo",
             objective=explain(self.config.objective, max_new_tokens=rollout.max_new_tokens),
             steps=self.steps,
             rows=rollout.prompts_per_step,
@@ -208,11 +217,13 @@ class GrpoTrainer(Sampler):
 class SftTrainer(Sampler):
     """Trainer (rl/loop.py) of SFT."""
 
+    command = "sft"
+
     def __init__(
         self, config: SftConfig, rewards: Sequence[RewardSpec], rows: Any = None, eval_rows: Any = None
     ):
         self.config: SftConfig
-        loaded = load_rewards(rewards)
+        loaded = [load_reward(spec) for spec in rewards]
         data, found = _rows(config, loaded, rows)
         held_out = _held_out(config, loaded, eval_rows)
         super().__init__(config)
@@ -254,42 +265,17 @@ class SftTrainer(Sampler):
         )
         return {"eval/nll": nll} | metrics, rows
 
-    def state(self) -> dict[str, Any]:
-        return trainer_state(self.optimizer, self.cursor)
-
-    def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
-        restore_adapter(self.policy, adapter)
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
-        self.cursor.restore(state["cursor"])
-
     def describe(self, **where: Any) -> RunInfo:
         tokens = sum(sum(document.trained) for document in self.data)
         share = tokens / max(1, sum(len(document.ids) for document in self.data))
         found = f"{self.found}, {len(self.data)} documents, {tokens} trained tokens ({share:.0%})"
         facts = self.info(
-            "sft",
             objective=SFT_OBJECTIVE,
             steps=self.steps,
             rows=self.config.optim.rows_per_step,
             details={"data": f"{found}; {len(self.held_out)} held out"},
         )
         return RunInfo(**facts, **where)
-
-
-def trainer_state(optimizer: FlatAdamW, cursor: Cursor) -> dict[str, Any]:
-    """What a checkpoint holds beside the adapter. The optimiser's tensors are its own, not copies."""
-    return {"optimizer": optimizer.state_dict(), "cursor": cursor.state(), "updates": optimizer.updates}
-
-
-def load_rewards(specs: Sequence[RewardSpec]) -> list[Reward]:
-    return [load_reward(spec) for spec in specs]
-
-
-def restore_adapter(policy: DecoderPolicy, folder: Path) -> None:
-    """The adapter of a checkpoint, without touching the reference policy."""
-    from covey.policies.adapter import read_adapter
-
-    policy.load_weights(read_adapter(folder)[1])
 
 
 def _rows(config: Config, rewards: Sequence[Reward], rows: Any) -> tuple[list[Row], str]:
