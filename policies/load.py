@@ -1,7 +1,6 @@
 """From a checkpoint to a policy: weights are read one at a time and quantised on the way in."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -125,7 +124,9 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be taken on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    return psutil.virtual_memory().available
 
 
 def _plan_memory(

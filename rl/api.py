@@ -148,8 +148,8 @@ def _launch(
 
 def _prepare(config: GrpoConfig | SftConfig) -> None:
     logging.getLogger("covey").setLevel(logging.INFO)
-    threads = config.run.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
+    available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    torch.set_num_threads(config.run.threads or len(available))
 
 
 def _load(config: Source, overrides: Mapping[str, Any], data: Any, model: type[Any]) -> Any:
