@@ -67,6 +67,7 @@ def grpo_step(
     parts = [to_device(part, machine.device) for part in split(batch, config.optim.tokens_per_pass)]
     if objective.beta:
         parts = with_reference(machine.policy, parts)
+    # Without parts (no group has any spread) there is no update at all: AdamW's momentum would move the weights.
     learned: Metrics = {}
     for update in range(objective.updates_per_rollout if parts else 0):
         parts, stats = accumulate(machine.policy, parts, config)
