@@ -19,6 +19,7 @@ CHAT_TEMPLATE = (
 def write_tiny_model(folder: Path, seed: int = 0) -> None:
     """Writes config, weights (float32, 0.4 MB) and tokenizer into `folder`, the same for the same seed."""
     import torch
+    from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
     end_of_text, _, end_of_turn, pad = range(256, 256 + len(SPECIALS))
@@ -38,11 +39,15 @@ def write_tiny_model(folder: Path, seed: int = 0) -> None:
         eos_token_id=[end_of_turn, end_of_text],
         pad_token_id=pad,
         dtype="float32",
+        architectures=["LlamaForCausalLM"],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
+    # Not model.save_pretrained, which shows a progress bar for what takes milliseconds.
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
 
 
