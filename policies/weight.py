@@ -1,7 +1,5 @@
 """Frozen weight matrices: as they are, or in NF4 with double quantisation (Dettmers et al. 2023, QLoRA)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,6 @@ class DenseWeight:
 
     def dense(self) -> Tensor:
         return self._weight
-
-    @property
-    def nbytes(self) -> int:
-        return self._weight.nbytes
 
 
 class NF4Weight:
@@ -46,10 +40,3 @@ class NF4Weight:
     def dense(self) -> Tensor:
         """The dequantised matrix [N, K] in the compute dtype."""
         return self._read() if self._resident is None else self._resident
-
-    @property
-    def nbytes(self) -> int:
-        state: Any = self._state
-        nested = state.state2.absmax.nbytes if state.nested else 0
-        held = self._resident.nbytes if self._resident is not None else 0
-        return self._packed.nbytes + state.absmax.nbytes + nested + held

@@ -132,7 +132,7 @@ def _launch(
         default_name(trainer.command, config.model.path),
         text,
         resume=resume,
-        device=torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "CPU",
+        device=trainer.device_name,
         cuda=torch.version.cuda,
     )
     with Display(plain=plain) as display:

@@ -4,7 +4,6 @@ What a user may have got wrong is checked in the order of its price: names and c
 the tokenizer before the weights.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from covey.rl.templates import Encoder, check_context, make_prompts
 from covey.rollout.engine import Message, Prompt, Sampling
 from covey.rollout.inprocess import InProcessEngine
 
-log = logging.getLogger(__name__)
 Config = GrpoConfig | SftConfig
 
 
@@ -137,18 +135,19 @@ class Sampler:
         self.cursor.restore(state["cursor"])
         self.engine.update(self.policy.weights(), step)
 
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
     def info(self, **facts: Any) -> dict[str, Any]:
         """The part of RunInfo that both algorithms fill alike."""
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        details = facts.pop("details")
         return {
             "command": self.command,
             "model": self.config.model.path,
             "method": f"{self.config.model.method}, rank {self.policy.adapter.rank}, {str(self.policy.dtype)[6:]}",
-            "device": device,
+            "device": self.device_name,
             "trainable": self.policy.parameters()[0].numel(),
             "parameters": self.spec.num_parameters,
-            "details": details,
             **facts,
         }
 
