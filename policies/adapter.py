@@ -1,32 +1,25 @@
 """LoRA parameters in one flat buffer, and PEFT's file format for them.
 
 All A [r, K] and B [N, r] of all layers are views into `flat` (float32, the master copy that the optimiser
-updates) and its gradient `flat.grad`. GEMMs read a copy in the compute dtype, refreshed before each use.
+updates) and its gradient `flat.grad`. GEMMs read a copy in the compute dtype, refreshed before each use. The A of
+linears that share an input lie below each other, so that they are one matrix.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from covey.kernels.lora_linear import LoraGroup, LoraPart
+from covey.policies.linear import GROUPS
 from covey.policies.locate import ModelError
 from covey.policies.spec import ModelSpec
 
 PREFIX = "base_model.model."
-
-
-@dataclass(frozen=True, slots=True)
-class LoraPair:
-    """The adapter of one linear: y += scale * x A^T B^T. Views, so they follow the buffers they lie in."""
-
-    a: Tensor  # [r, K]
-    b: Tensor  # [N, r]
-    grad_a: Tensor | None
-    grad_b: Tensor | None
 
 
 class Adapter:
@@ -43,6 +36,7 @@ class Adapter:
         device: torch.device,
         seed: int = 0,
     ):
+        self._spec = spec
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         self.targets = resolve_targets(spec, targets)
         self._places = _places(spec, self.targets, rank)
@@ -58,8 +52,8 @@ class Adapter:
         )
         self._reference: Tensor | None = None
         self._initialise(seed)
-        self.pairs = self._pairs(self._shadow, self._grad)
-        self.reference_pairs: dict[str, LoraPair] = {}
+        self.groups = self._groups(self._shadow, self._grad)
+        self.reference_groups: dict[str, LoraGroup] = {}
 
     def _initialise(self, seed: int) -> None:
         """A uniform in +-1/sqrt(K) (PEFT's Kaiming default), B zero, so that training starts at the base model."""
@@ -85,12 +79,12 @@ class Adapter:
         """Take the adapter as it is now for the reference policy. Without this the reference is the base model."""
         self.refresh()
         self._reference = self._shadow.clone()
-        self.reference_pairs = self._pairs(self._reference, None)
+        self.reference_groups = self._groups(self._reference, None)
 
     def weights(self) -> dict[str, Tensor]:
         """Master weights by PEFT's names, as views."""
         flat = self.flat.detach()
-        return {name: flat[at : at + n * k].view(n, k) for name, (at, n, k) in self._places.items()}
+        return {name: _matrix(flat, place) for name, place in self._places.items()}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights with PEFT's names in."""
@@ -107,18 +101,30 @@ class Adapter:
                 )
             mine[name].copy_(tensor)
 
-    def _pairs(self, values: Tensor, grads: Tensor | None) -> dict[str, LoraPair]:
-        def view(source: Tensor | None, name: str) -> Tensor | None:
-            at, n, k = self._places[name]
-            return None if source is None else source[at : at + n * k].view(n, k)
-
-        pairs = {}
-        for name in self._places:
-            if name.endswith("lora_A.weight"):
-                a, b = name, name.replace("lora_A", "lora_B")
-                linear = name.removeprefix(PREFIX + "model.").removesuffix(".lora_A.weight")
-                pairs[linear] = LoraPair(view(values, a), view(values, b), view(grads, a), view(grads, b))  # type: ignore[arg-type]
-        return pairs
+    def _groups(self, values: Tensor, grads: Tensor | None) -> dict[str, LoraGroup]:
+        """By layer and group, for example layers.3.qkv; groups without a target are left out."""
+        spec, groups = self._spec, {}
+        for layer in range(spec.num_layers):
+            for name, linears in GROUPS.items():
+                names, sizes = [n for n in spec.linears if n.rsplit(".", 1)[1] in linears], []
+                parts, stacked = [], []
+                for linear in names:
+                    start = sum(sizes)
+                    sizes.append(spec.linears[linear][0])
+                    if linear.rsplit(".", 1)[1] not in self.targets:
+                        continue
+                    a, b = (self._places[_name(layer, linear, part)] for part in ("lora_A", "lora_B"))
+                    ranks = slice(len(parts) * self.rank, (len(parts) + 1) * self.rank)
+                    outputs = slice(start, start + sizes[-1])
+                    parts.append(LoraPart(outputs, ranks, _matrix(values, b), _matrix(grads, b)))
+                    stacked.append(a)
+                if parts:
+                    (at, _, k), rows = stacked[0], len(stacked) * self.rank
+                    a = (at, rows, k)
+                    groups[f"layers.{layer}.{name}"] = LoraGroup(
+                        _matrix(values, a), _matrix(grads, a), tuple(parts)
+                    )
+        return groups
 
     def save(self, folder: Path, base: str) -> None:
         """Write adapter_model.safetensors and adapter_config.json; `base` names the model it belongs to."""
@@ -153,16 +159,32 @@ def resolve_targets(spec: ModelSpec, targets: str | list[str]) -> tuple[str, ...
     return tuple(name for name in known if name in wanted)
 
 
-def _places(spec: ModelSpec, targets: tuple[str, ...], rank: int) -> dict[str, tuple[int, int, int]]:
-    """Offset and shape of every A and B in the flat buffer, by PEFT's name."""
+Place = tuple[int, int, int]  # offset in the flat buffer, rows, columns
+
+
+def _name(layer: int, linear: str, part: str) -> str:
+    return f"{PREFIX}model.layers.{layer}.{linear}.{part}.weight"
+
+
+def _matrix(flat: Any, place: Place) -> Any:
+    """The matrix at `place` of a flat buffer as a view; None of None."""
+    at, rows, columns = place
+    return None if flat is None else flat[at : at + rows * columns].view(rows, columns)
+
+
+def _places(spec: ModelSpec, targets: tuple[str, ...], rank: int) -> dict[str, Place]:
+    """Where every A and B lies, by PEFT's name: of each group first all A, then all B."""
     places, at = {}, 0
     for layer in range(spec.num_layers):
-        for linear, (n, k, _) in spec.linears.items():
-            if linear.rsplit(".", 1)[1] not in targets:
-                continue
-            for part, rows, columns in (("lora_A", rank, k), ("lora_B", n, rank)):
-                places[f"{PREFIX}model.layers.{layer}.{linear}.{part}.weight"] = (at, rows, columns)
-                at += rows * columns
+        for linears in GROUPS.values():
+            names = [n for n in spec.linears if n.rsplit(".", 1)[1] in linears]
+            names = [n for n in names if n.rsplit(".", 1)[1] in targets]
+            for part in ("lora_A", "lora_B"):
+                for linear in names:
+                    n, k, _ = spec.linears[linear]
+                    rows, columns = (rank, k) if part == "lora_A" else (n, rank)
+                    places[_name(layer, linear, part)] = (at, rows, columns)
+                    at += rows * columns
     return places
 
 

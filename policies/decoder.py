@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from covey.kernels.attention import AttentionPlan, attention_plan, uses_flash
 from covey.kernels.head import head_logits, selected_logprobs_backward, selected_logprobs_forward
+from covey.kernels.lora_linear import LoraGroup
 from covey.kernels.rmsnorm import rmsnorm, rmsnorm_backward
 from covey.kernels.rope import rope_tables
-from covey.policies.adapter import Adapter, LoraPair
+from covey.policies.adapter import Adapter
 from covey.policies.layer import DecoderLayer, LayerFunction, Pass, Rope
 from covey.policies.policy import Batch, Scored
 from covey.policies.spec import ModelSpec
@@ -46,16 +47,16 @@ class DecoderPolicy:
         self.embedding, self.norm, self.head = embedding_VH, norm_H, head_VH
         self.device, self.dtype = embedding_VH.device, embedding_VH.dtype
         self.keep_activations = keep_activations
-        self._lora: dict[str, LoraPair] = adapter.pairs
+        self._lora: dict[str, LoraGroup] = adapter.groups
         self._inv_freq = spec.inv_freq.to(self.device)
 
     # What the trainer uses
 
-    def logprobs(self, batch: Batch, *, entropy: bool = False) -> Scored:
-        """Log-probs [M] in float32 (float64 for a float64 policy), differentiable; entropies [M] detached."""
+    def logprobs(self, batch: Batch, *, entropy: bool = False, entropy_gradient: bool = False) -> Scored:
+        """Log-probs [M] in float32 (float64 for a float64 policy), differentiable; entropies [M] too if asked."""
         self.adapter.refresh()
         hidden = self.embed(batch.input_ids)
-        hidden.requires_grad_(torch.is_grad_enabled() and self._lora is self.adapter.pairs)
+        hidden.requires_grad_(torch.is_grad_enabled() and self._lora is self.adapter.groups)
         now = Pass(
             self.rope(batch.positions),
             self.plan(batch.segments),
@@ -66,19 +67,19 @@ class DecoderPolicy:
         for layer in self.layers:
             hidden = LayerFunction.apply(hidden, layer, now)
         logp, entropies = HeadFunction.apply(
-            hidden, self, batch.source, batch.target, batch.temperature, entropy
+            hidden, self, batch.source, batch.target, batch.temperature, entropy, entropy and entropy_gradient
         )
         return Scored(logp, entropies)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Adapter off, or the adapter as it was when it was loaded if training continues from one."""
-        self._lora = self.adapter.reference_pairs
+        self._lora = self.adapter.reference_groups
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._lora = self.adapter.pairs
+            self._lora = self.adapter.groups
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.adapter.weights()
@@ -114,12 +115,12 @@ class DecoderPolicy:
 
     def project_qkv(self, layer: int, hidden_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, n, d], k and v [T, m, d] of one layer, rope applied."""
-        q, k, v, *_ = self.layers[layer].qkv(hidden_TH, rope, self._lora, self.adapter.scale)
-        return q, k, v
+        at = self.layers[layer]
+        return at.heads(at.qkv(hidden_TH, rope, self._lora, self.adapter.scale)[0])
 
     def finish_layer(self, layer: int, hidden_TH: Tensor, attn_Tnd: Tensor) -> Tensor:
         """The rest of a layer once its attention is known: hidden states [T, H]."""
-        return self.layers[layer].finish(hidden_TH, attn_Tnd, self._lora, self.adapter.scale)[0]
+        return self.layers[layer].finish(hidden_TH, attn_Tnd, self._lora, self.adapter.scale)
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Logits [B, V] in float32."""
@@ -136,7 +137,8 @@ class DecoderPolicy:
             now = Pass(self.rope(positions), plan, self._lora, self.adapter.scale, keep=False)
             hidden = self.embed(torch.tensor(ids, device=self.device))
             for layer in self.layers:
-                hidden, _ = layer.forward(hidden, now)
+                hidden = layer.forward(hidden, now)[0]
+                assert hidden is not None
             return self.logits(hidden)
 
 
@@ -152,25 +154,33 @@ class HeadFunction(torch.autograd.Function):
         target_M: Tensor,
         temperature: float,
         entropy: bool,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
         h = hidden_TH[source_M]
         normed, rstd = rmsnorm(h, policy.norm, policy.spec.norm_eps)
         gradient = ctx.needs_input_grad[0]
-        logp, entropies, u = selected_logprobs_forward(
-            normed, policy.head, target_M, temperature, entropy=entropy, gradient=gradient
+        logp, entropies, u, u_entropy = selected_logprobs_forward(
+            normed,
+            policy.head,
+            target_M,
+            temperature,
+            entropy=entropy,
+            gradient=gradient,
+            entropy_gradient=gradient and entropy_gradient,
         )
         if gradient:
-            ctx.save_for_backward(h, rstd, u, source_M)
+            ctx.save_for_backward(h, rstd, u, u_entropy, source_M)
             ctx.norm, ctx.tokens = policy.norm, hidden_TH.shape[0]
-        if entropies is not None:
+        if entropies is not None and u_entropy is None:
             ctx.mark_non_differentiable(entropies)
         return logp, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlogp_M: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
-        h, rstd, u, source = ctx.saved_tensors
-        dh = rmsnorm_backward(selected_logprobs_backward(dlogp_M, u), h, ctx.norm, rstd)
+    def backward(ctx: Any, dlogp_M: Tensor, dentropy_M: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        h, rstd, u, u_entropy, source = ctx.saved_tensors
+        du = selected_logprobs_backward(dlogp_M, u, dentropy_M, u_entropy)
+        dh = rmsnorm_backward(du, h, ctx.norm, rstd)
         # Siblings share the hidden state of their prompt's last token: sum in the wide dtype, round once.
         wide = torch.zeros(ctx.tokens, h.shape[1], dtype=rstd.dtype, device=h.device)
-        return wide.index_add_(0, source, dh.to(rstd.dtype)).to(h.dtype), None, None, None, None, None
+        return wide.index_add_(0, source, dh.to(rstd.dtype)).to(h.dtype), *([None] * 6)

@@ -49,14 +49,19 @@ class Scored:
     """Log-probs of a batch's targets."""
 
     logp: Tensor  # float32 [M], differentiable
-    entropy: Tensor | None = None  # float32 [M], of the whole distribution at each scored position; detached
+    # float32 [M], of the whole distribution at each scored position; differentiable if that was asked for
+    entropy: Tensor | None = None
 
 
 class Policy(Protocol):
     """A language model with trainable weights."""
 
-    def logprobs(self, batch: Batch, *, entropy: bool = False) -> Scored:
-        """Log-probs (and entropies) at the scored positions of `batch`; `backward()` fills the gradients."""
+    def logprobs(self, batch: Batch, *, entropy: bool = False, entropy_gradient: bool = False) -> Scored:
+        """Log-probs (and entropies) at the scored positions of `batch`; `backward()` fills the gradients.
+
+        `entropy_gradient` makes the entropies differentiable too, where gradients are enabled at all; without it
+        they are detached and cost no more than their value.
+        """
         ...
 
     def reference(self) -> AbstractContextManager[None]:

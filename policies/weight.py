@@ -1,42 +1,41 @@
-"""Frozen weight matrices: as they are, or in NF4 with double quantisation (Dettmers et al. 2023, QLoRA)."""
+"""Frozen weight matrices in NF4 with double quantisation (Dettmers et al. 2023, QLoRA)."""
 
 import torch
 from torch import Tensor
 
-BLOCK = 64  # weights that share one scale; the scales are quantised again to 8 bit in blocks of 256
-
-
-class DenseWeight:
-    """A matrix [N, K] in the compute dtype."""
-
-    def __init__(self, weight_NK: Tensor):
-        self._weight = weight_NK
-
-    def dense(self) -> Tensor:
-        return self._weight
+from covey.kernels.nf4 import BLOCK, NF4, Nested, dequantize_nf4
 
 
 class NF4Weight:
-    """A matrix [N, K] in 4 bits, quantised and read back by bitsandbytes.
+    """A matrix [N, K] in 4 bits, quantised by bitsandbytes; kernels/nf4.py says how it is read."""
 
-    resident: keep the dequantised matrix as well. It is the same function, faster and larger: 4.5 bits a weight
-    become 36 in float32. Where a matrix is used for few tokens at a time (a CPU, short prompts) reading it
-    back costs more than the product itself.
-    """
-
-    def __init__(self, weight_NK: Tensor, dtype: torch.dtype, *, resident: bool = False):
+    def __init__(self, weight_NK: Tensor, dtype: torch.dtype):
         from bitsandbytes import functional
 
-        self._packed, self._state = functional.quantize_4bit(
+        packed, state = functional.quantize_4bit(
             weight_NK.to(dtype).contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
         )
-        self._resident = self._read() if resident else None
+        assert state.state2 is not None and state.offset is not None, "scales are quantised"
+        nested = Nested(state.state2.absmax, state.state2.code, state.offset)
+        shape = weight_NK.shape[0], weight_NK.shape[1]
+        self.nf4 = NF4(packed.view(-1), state.absmax, shape, dtype, BLOCK, nested)
 
-    def _read(self) -> Tensor:
-        from bitsandbytes import functional
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.nf4.shape
 
-        return functional.dequantize_4bit(self._packed, self._state)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.nf4.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.nf4.packed.device
 
     def dense(self) -> Tensor:
         """The dequantised matrix [N, K] in the compute dtype."""
-        return self._read() if self._resident is None else self._resident
+        return dequantize_nf4(self.nf4)
+
+    def dense_into(self, out_NK: Tensor) -> Tensor:
+        """Write the matrix into a view of a caller's buffer (adjacent columns, any row stride), and return that."""
+        return dequantize_nf4(self.nf4, out_NK)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covey.kernels.gated_mlp import swiglu, swiglu_backward
-from covey.kernels.lora_linear import lora_linear, lora_linear_backward
+from covey.kernels.lora_linear import LoraGroup, LoraPart, lora_linear, lora_linear_backward
 from covey.kernels.rmsnorm import rmsnorm, rmsnorm_apply, rmsnorm_backward
 from covey.kernels.rope import rope, rope_backward, rope_tables
 
@@ -48,21 +48,39 @@ def test_rope_rotates_pairs_by_position_times_frequency():
     torch.testing.assert_close(rope_backward(y, cos, sin), x)  # the transpose of a rotation undoes it
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-def test_lora_linear_matches_autograd(adapter: bool):
-    x, w, bias = leaf(5, 7), torch.randn(11, 7, dtype=F64), torch.randn(11, dtype=F64)
-    a, b = (leaf(3, 7), leaf(11, 3)) if adapter else (None, None)
-    dy = torch.randn(5, 11, dtype=F64)
-    expected = x @ w.t() + bias
-    if a is not None and b is not None:
-        expected = expected + 0.5 * (x @ a.t()) @ b.t()
-    y, z = lora_linear(x.detach(), w, bias, a, b, 0.5)
+@pytest.mark.parametrize("which", [(), (0,), (0, 2), (0, 1, 2)])
+def test_stacked_lora_linears_match_autograd(which: tuple[int, ...]):
+    """Three linears with 4, 2 and 5 outputs on one input; those in `which` have an adapter of rank 3."""
+    sizes, x, bias = (4, 2, 5), leaf(5, 7), torch.randn(11, dtype=F64)
+    w, dy = torch.randn(11, 7, dtype=F64), torch.randn(5, 11, dtype=F64)
+    pairs = {i: (leaf(3, 7), leaf(sizes[i], 3)) for i in which}
+    outs = [
+        x @ w_i.t() + b_i + (0.5 * (x @ pairs[i][0].t()) @ pairs[i][1].t() if i in pairs else 0)
+        for i, (w_i, b_i) in enumerate(zip(w.split(sizes), bias.split(sizes), strict=True))
+    ]
+    expected = torch.cat(outs, dim=1)
+    parts, ends = [], [0, 4, 6, 11]
+    for at, i in enumerate(which):
+        part = LoraPart(
+            slice(ends[i], ends[i + 1]),
+            slice(3 * at, 3 * at + 3),
+            pairs[i][1].detach(),
+            torch.ones_like(pairs[i][1]),
+        )
+        parts.append(part)
+    a = torch.cat([pairs[i][0].detach() for i in which]) if which else None
+    group = None if a is None else LoraGroup(a, torch.ones_like(a), tuple(parts))
+
+    y, z = lora_linear(x.detach(), w, bias, group, 0.5)
     torch.testing.assert_close(y, expected)
-    ga, gb = (torch.ones(3, 7, dtype=F64), torch.ones(11, 3, dtype=F64)) if adapter else (None, None)
     with torch.no_grad():
-        dx = lora_linear_backward(dy, x, z, w, a, b, 0.5, ga, gb)
-    grads = torch.autograd.grad(expected, [t for t in (x, a, b) if t is not None], dy)
+        dx = lora_linear_backward(dy, x.detach(), z, w, group, 0.5)
+    leaves = [x, *(t for i in which for t in pairs[i])]
+    grads = torch.autograd.grad(expected, leaves, dy)
     torch.testing.assert_close(dx, grads[0])
-    if adapter:  # gradients are added to what was there
-        torch.testing.assert_close(ga, grads[1] + 1)
-        torch.testing.assert_close(gb, grads[2] + 1)
+    if group is not None:  # gradients are added to what was there
+        torch.testing.assert_close(group.grad_a, torch.cat(grads[1::2]) + 1)
+        for part, grad in zip(group.parts, grads[2::2], strict=True):
+            torch.testing.assert_close(part.grad_b, grad + 1)
+    with torch.no_grad():
+        assert lora_linear_backward(dy, x.detach(), z, None, group, 0.5) is None  # below the first layer

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from covey.policies.decoder import DecoderPolicy
+from covey.policies.linear import GROUPS
 from covey.policies.load import load_policy
 from covey.policies.locate import ModelError
 from covey.policies.policy import Batch
@@ -55,6 +56,17 @@ def randomise(policy: DecoderPolicy, seed: int = 1) -> None:
         flat.copy_(0.2 * torch.randn(flat.shape, generator=generator, dtype=torch.float64).to(flat.dtype))
 
 
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def frozen_linear(policy: DecoderPolicy, layer: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias of one linear out of its group."""
+    group, names = next((g, names) for g, names in GROUPS.items() if name in names)
+    stacked, at = policy.layers[layer].groups[group], names.index(name)
+    bias = torch.zeros(sum(stacked.sizes)) if stacked.bias is None else stacked.bias
+    return stacked.matrix().split(stacked.sizes)[at].clone(), bias.split(stacked.sizes)[at]
+
+
 class PlainDecoder:
     """The same function written from the formulas for one sequence at a time, differentiated by autograd."""
 
@@ -64,9 +76,9 @@ class PlainDecoder:
         self.lora = {k: v.clone().requires_grad_() for k, v in policy.weights().items()}
 
     def linear(self, layer: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        frozen = self.policy.layers[layer].linears[name]
-        y = x @ frozen.weight.dense().t() + (0 if frozen.bias is None else frozen.bias)
-        key = f"base_model.model.model.{frozen.key}"
+        weight, bias = frozen_linear(self.policy, layer, name)
+        y = x @ weight.t() + bias
+        key = f"base_model.model.model.layers.{layer}.{'mlp' if name in MLP else 'self_attn'}.{name}"
         a, b = self.lora.get(f"{key}.lora_A.weight"), self.lora.get(f"{key}.lora_B.weight")
         scale = self.policy.adapter.alpha / self.policy.adapter.rank
         return y if a is None or b is None else y + scale * (x @ a.t()) @ b.t()
@@ -239,7 +251,7 @@ def test_nf4_weights_are_those_of_bitsandbytes(tiny_llama, memory):
     raw = load_file(tiny_llama / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
     packed, state = functional.quantize_4bit(raw, blocksize=64, compress_statistics=True, quant_type="nf4")
     expected = functional.dequantize_4bit(packed, state)
-    assert torch.equal(policy.layers[1].linears["up_proj"].weight.dense(), expected)
+    assert torch.equal(frozen_linear(policy, 1, "up_proj")[0], expected)
     assert (expected - raw).abs().max() > 1e-3  # it really is quantised
 
 
