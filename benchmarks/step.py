@@ -23,12 +23,10 @@ from covey.policies.load import load_policy
 from covey.policies.locate import locate_model
 from covey.policies.policy import Batch
 from covey.rl.batch import pack, pack_documents, to_device
-from covey.rl.config import OptimSection
-from covey.rl.objectives import grpo_loss, sft_loss
+from covey.rl.config import ObjectiveSection, OptimSection
+from covey.rl.objectives import policy_objective, sft_loss
 from covey.rl.optimizer import FlatAdamW
 from covey.rollout.engine import Completion, Group, Prompt
-
-LOSS = {"clip_low": 0.2, "clip_high": 0.28, "beta": 0.0, "correction": "truncate", "correction_cap": 2.0}
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def work(policy: DecoderPolicy, spec: str, vocab: int) -> tuple[Callable[[], Non
         batch = replace(batch, old=None)
 
         def step() -> None:
-            grpo_loss(policy.logprobs(batch).logp, batch, **LOSS)[0].backward()
+            policy_objective(policy.logprobs(batch).logp, batch, ObjectiveSection())[0].backward()
             policy.zero_grad()
 
     return step, int(first) * (prompt + new)

@@ -1,4 +1,4 @@
-"""The Python interface: `covey.grpo`, `covey.sft`, `covey.load_policy`, and what they return."""
+"""The Python interface: `covey.grpo`, `covey.sft`, `covey.dpo`, `covey.load_policy`, and what they return."""
 
 import logging
 import os
@@ -14,25 +14,26 @@ import torch
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.load import load_policy
 from covey.rewards.reward import RewardSpec
-from covey.rl.config import GrpoConfig, SftConfig
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.config_file import Source, dump_config, load_config
 from covey.rl.display import Display
 from covey.rl.loop import RunLoop
 from covey.rl.metrics import Metrics
 from covey.rl.run_folder import RunFolder, default_name
-from covey.rl.trainers import GrpoTrainer, SftTrainer
+from covey.rl.trainers import DpoTrainer, GrpoTrainer, SftTrainer
 from covey.rollout.engine import Message, Sampling
 
-__all__ = ["Run", "grpo", "load_policy", "run_grpo", "run_sft", "sft"]
+__all__ = ["Run", "dpo", "grpo", "load_policy", "run_dpo", "run_grpo", "run_sft", "sft"]
 
 RewardLike = str | Callable[..., Any] | RewardSpec
+Trainer = GrpoTrainer | SftTrainer | DpoTrainer
 GIVEN_IN_PYTHON = "rows given in Python"
 
 
 class Run:
     """A run that has ended: its numbers, its policy, its folder."""
 
-    def __init__(self, trainer: GrpoTrainer | SftTrainer, loop: RunLoop):
+    def __init__(self, trainer: Trainer, loop: RunLoop):
         self._trainer = trainer
         self.config = trainer.config
         self.folder: Path = loop.folder.path
@@ -101,6 +102,21 @@ def sft(
     return _launch(SftTrainer, loaded, rewards, data, eval_data, resume, plain)
 
 
+def dpo(
+    config: Source = None,
+    *,
+    rewards: Sequence[RewardLike] = (),
+    data: Any = None,
+    eval_data: Any = None,
+    resume: str | None = None,
+    plain: bool | None = None,
+    **overrides: Any,
+) -> Run:
+    """Learn from preferences: rows with a prompt, a chosen and a rejected completion. As `sft`."""
+    loaded = _load(config, overrides, data, DpoConfig)
+    return _launch(DpoTrainer, loaded, rewards, data, eval_data, resume, plain)
+
+
 def run_grpo(config: GrpoConfig, *, resume: str | None = None) -> Run:
     """GRPO from a validated configuration: the command."""
     return _launch(GrpoTrainer, config, resume=resume)
@@ -111,8 +127,13 @@ def run_sft(config: SftConfig, *, resume: str | None = None) -> Run:
     return _launch(SftTrainer, config, resume=resume)
 
 
+def run_dpo(config: DpoConfig, *, resume: str | None = None) -> Run:
+    """DPO from a validated configuration: the command."""
+    return _launch(DpoTrainer, config, resume=resume)
+
+
 def _launch(
-    kind: type[GrpoTrainer] | type[SftTrainer],
+    kind: type[GrpoTrainer] | type[SftTrainer] | type[DpoTrainer],
     config: Any,
     rewards: Sequence[RewardLike] = (),
     data: Any = None,
@@ -146,7 +167,7 @@ def _launch(
     return Run(trainer, loop)
 
 
-def _prepare(config: GrpoConfig | SftConfig) -> None:
+def _prepare(config: GrpoConfig | SftConfig | DpoConfig) -> None:
     logging.getLogger("covey").setLevel(logging.INFO)
     available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     torch.set_num_threads(config.run.threads or len(available))

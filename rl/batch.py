@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from covey.policies.policy import Batch
+from covey.rl.distributed import gather_objects, gather_rows
+from covey.rl.objective_config import Aggregation
 from covey.rollout.engine import Completion, Group
 
-Aggregation = Literal["token", "sequence", "constant"]
 Span = tuple[int, int]  # start and end in the packed tokens
 
 
@@ -43,13 +44,15 @@ def pack(
     truncated: Literal["keep", "mask"],
     skip_zero: bool,
     temperature: float,
+    count_zero_advantage: bool = True,
 ) -> Batch:
     """One Batch, on the CPU, of everything that an optimiser step trains on; empty if there is nothing.
 
     A row is in the loss if somebody scored it, it has trained tokens and, with truncated="mask", the length
-    limit did not cut it off. The weights follow from these rows alone (see token_weights). Only after that
-    skip_zero leaves out rows with advantage exactly 0: it changes no gradient where no KL term pulls on them.
-    Raises ValueError for shapes that do not match and for log-probs that are not finite.
+    limit did not cut it off; without count_zero_advantage also only if its advantage is not 0. The weights follow
+    from these rows alone, over all ranks (see token_weights). Only after that skip_zero leaves out rows with
+    advantage exactly 0: it changes no gradient where no other term pulls on them. The weights and the advantages are
+    float32. Raises ValueError for shapes that do not match and for log-probs that are not finite.
     """
     if advantage_PG.shape != scored_PG.shape or len(groups) != len(advantage_PG):
         raise ValueError(
@@ -59,14 +62,10 @@ def pack(
     for p, group in enumerate(groups):
         _check_group(group, f"group {p} (data row {group.prompt.row})", size)
 
-    in_loss_PG = scored_PG.astype(bool)
-    if truncated == "mask":
-        cut_PG = np.array([[c.finish == "length" for c in group.completions] for group in groups], bool)
-        in_loss_PG = in_loss_PG & ~cut_PG.reshape(in_loss_PG.shape)
-    trained_PG = np.array([[sum(c.trained) for c in group.completions] for group in groups], np.int64)
-    weight_PG = token_weights(
-        np.where(in_loss_PG, trained_PG.reshape(in_loss_PG.shape), 0), aggregation, max_new_tokens
-    )
+    trained_PG = trained_tokens(groups, scored_PG, truncated)
+    if not count_zero_advantage:
+        trained_PG = np.where(advantage_PG != 0, trained_PG, 0)
+    weight_PG = token_weights(trained_PG, aggregation, max_new_tokens)
     packed_PG = (weight_PG > 0) & (advantage_PG != 0) if skip_zero else weight_PG > 0
 
     packer = _Packer()
@@ -80,25 +79,44 @@ def pack(
     return packer.batch(temperature, with_sampler=True)
 
 
-def token_weights(trained: np.ndarray, aggregation: Aggregation, max_new_tokens: int) -> np.ndarray:
-    """Weight of one token of each row, float64 in the shape of `trained` (how many tokens a row trains).
+def trained_tokens(
+    groups: Sequence[Group], scored_PG: np.ndarray, truncated: Literal["keep", "mask"]
+) -> np.ndarray:
+    """How many tokens of each row are in the loss, int64 [P, G]; 0 for a row that is left out of it."""
+    if not len(groups):
+        return np.zeros(scored_PG.shape, np.int64)
+    trained_PG = np.array([[sum(c.trained) for c in group.completions] for group in groups], np.int64)
+    in_loss_PG = scored_PG.astype(bool)
+    if truncated == "mask":
+        in_loss_PG &= np.array([[c.finish != "length" for c in group.completions] for group in groups])
+    return np.where(in_loss_PG, trained_PG, 0)
 
-    With N_s rows in the loss, T_i trained tokens in row i and N_t in all rows:
-    token 1 / N_t, sequence 1 / (N_s * T_i), constant 1 / (N_s * max_new_tokens). A row without them weighs 0.
+
+def token_weights(trained_PG: np.ndarray, aggregation: Aggregation, max_new_tokens: int) -> np.ndarray:
+    """Weight of one token of each row, float64 [P, G], from how many tokens each row trains.
+
+    With N_s rows and N_p prompts in the loss, T_i trained tokens in row i, T_p in its prompt's rows and N_t in all:
+    token 1 / N_t, sequence 1 / (N_s T_i), constant 1 / (N_s max_new_tokens), prompt 1 / (N_p T_p); counted over all
+    ranks. A row without trained tokens weighs 0.
     """
+    everywhere_PG, _ = gather_rows(trained_PG)
+    rows, prompts = np.count_nonzero(everywhere_PG), np.count_nonzero(everywhere_PG.sum(axis=1))
     if aggregation == "token":
-        denominator = np.full(trained.shape, trained.sum())
+        denominator_PG = np.full(trained_PG.shape, everywhere_PG.sum())
     elif aggregation == "sequence":
-        denominator = np.count_nonzero(trained) * trained
+        denominator_PG = rows * trained_PG
     elif aggregation == "constant":
-        denominator = np.full(trained.shape, np.count_nonzero(trained) * max_new_tokens)
+        denominator_PG = np.full(trained_PG.shape, rows * max_new_tokens)
+    elif aggregation == "prompt":
+        denominator_PG = np.broadcast_to(prompts * trained_PG.sum(axis=1, keepdims=True), trained_PG.shape)
     else:
-        raise ValueError(f"unknown aggregation {aggregation!r}: one of token, sequence, constant")
-    return np.divide(1.0, denominator, out=np.zeros(trained.shape), where=trained > 0)
+        raise ValueError(f"unknown aggregation {aggregation!r}: one of token, sequence, constant, prompt")
+    return np.divide(1.0, denominator_PG, out=np.zeros(trained_PG.shape), where=trained_PG > 0)
 
 
 def pack_documents(documents: Sequence[Document]) -> Batch:
-    """One Batch, on the CPU, of an optimiser step's documents: advantage 1, weight 1 / N_t, temperature 1.
+    """One Batch, on the CPU, of an optimiser step's documents: advantage 1, weight 1 / N_t
+    (over all ranks), temperature 1.
 
     Nothing predicts a document's first token: it is never a target. A document without targets is left out.
     """
@@ -109,7 +127,7 @@ def pack_documents(documents: Sequence[Document]) -> Batch:
                 f"data row {document.row}: {len(document.ids)} ids and {len(document.trained)} trained flags"
             )
         targets.append(np.flatnonzero(document.trained[1:]) + 1)
-    count = sum(len(target) for target in targets)
+    count = sum(gather_objects(sum(len(target) for target in targets)))
 
     packer = _Packer()
     for row, (document, target) in enumerate(zip(documents, targets, strict=True)):
@@ -120,12 +138,42 @@ def pack_documents(documents: Sequence[Document]) -> Batch:
     return packer.batch(temperature=1.0, with_sampler=False)
 
 
-def split(batch: Batch, tokens_per_pass: int) -> list[Batch]:
+def pack_pairs(pairs: Sequence[tuple[Document, Document]]) -> Batch:
+    """One Batch, on the CPU, of an optimiser step's preference pairs (chosen, rejected): weight 1 / N_pairs (over all
+    ranks) at every token, temperature 1.
+
+    Of pair i the chosen document is row 2i with advantage 1, the rejected one row 2i + 1 with advantage -1. What both
+    begin with, up to the first target of either, is their prompt: it is packed once. Raises ValueError for a pair
+    without a common first token or with a document that has no targets.
+    """
+    count = sum(gather_objects(len(pairs)))
+    packer = _Packer()
+    for i, pair in enumerate(pairs):
+        ids = [np.array(document.ids, np.int64) for document in pair]
+        targets = [np.flatnonzero(document.trained[1:]) + 1 for document in pair]
+        if not all(len(target) for target in targets) or ids[0][0] != ids[1][0]:
+            raise ValueError(
+                f"data row {pair[0].row}: not two documents with targets that begin with one token"
+            )
+        room = min(int(target[0]) for target in targets)
+        differs = np.flatnonzero(ids[0][:room] != ids[1][:room])
+        shared = int(differs[0]) if len(differs) else room
+        prompt = packer.segment(ids[0][:shared])
+        for side in (0, 1):
+            target = targets[side]
+            start, _ = packer.segment(ids[side][shared : target[-1]], prompt)
+            source = np.where(target == shared, prompt[1] - 1, start + target - 1 - shared)
+            packer.score(2 * i + side, source, ids[side][target], 1.0 - 2.0 * side, 1.0 / count)
+    return packer.batch(temperature=1.0, with_sampler=False)
+
+
+def split(batch: Batch, tokens_per_pass: int, *, keep_families: bool = False) -> list[Batch]:
     """Parts of at most `tokens_per_pass` tokens that sum to the same loss; none for an empty batch.
 
     A prompt and its completions stay in one part if they fit into one. Otherwise the prompt is repeated in
-    every part that holds some of them, and a row that is too long even so has a part of its own. For batches
-    on the CPU.
+    every part that holds some of them, and a row that is too long even so has a part of its own. With keep_families
+    a prompt and its completions always stay together, in a part of their own if they are too long, for losses that
+    compare them. For batches on the CPU.
     """
     if not len(batch.source):
         return []
@@ -145,7 +193,9 @@ def split(batch: Batch, tokens_per_pass: int) -> list[Batch]:
     units, sizes = [], []  # rows that share a prompt and a part, and the tokens they need together
     for family in np.split(np.arange(len(root_R)), np.flatnonzero(np.diff(root_R)) + 1):
         prompt = int(length_S[root_R[family[0]]])
-        for members in _first_fit(length_R[family].tolist(), max(0, tokens_per_pass - prompt)):
+        lengths = length_R[family].tolist()
+        room = sum(lengths) if keep_families else max(0, tokens_per_pass - prompt)
+        for members in _first_fit(lengths, room):
             units.append(family[members])
             sizes.append(prompt + int(length_R[family[members]].sum()))
 

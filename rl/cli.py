@@ -1,4 +1,4 @@
-"""The command line: `covey grpo` and `covey sft`. Heavy imports wait until the recipe is known to be good.
+"""The command line: `covey grpo`, `covey sft` and `covey dpo`. Heavy imports wait until the recipe is known to be good.
 
 Exit codes: 0 done, 1 the run failed, 2 something the user wrote is wrong, 130 interrupted and resumable.
 """
@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from covey.rl.config import GrpoConfig, SftConfig
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig, SftOptimSection
 from covey.rl.config_file import dump_config, load_config, recipes
 
 HELP = """
@@ -26,6 +26,7 @@ Examples:
   covey grpo quickstart                    a first run, made for a CPU
   covey grpo my.yaml optim.lr=1e-5         learn from reward functions
   covey sft my.yaml data.train=rows.jsonl  learn from examples
+  covey dpo my.yaml data.train=rows.jsonl  learn from preferences
   covey grpo my.yaml --dry-run             show the resolved recipe and the plan
 """
 
@@ -37,6 +38,7 @@ Examples:
   covey grpo quickstart
   covey grpo my.yaml optim.lr=1e-5 rewards.0.weight=2 --name low-lr
   covey grpo my.yaml --resume auto
+  covey grpo my.yaml objective.loss=gspo --explain
 """
 
 SFT_HELP = """
@@ -46,6 +48,15 @@ Learn from examples: supervised fine-tuning on completions or conversations (SFT
 Examples:
   covey sft my.yaml
   covey sft my.yaml optim.epochs=2 'data.prompt=Q: {question}'
+"""
+
+DPO_HELP = """
+Learn from preferences: of two completions of a prompt one was chosen, the other rejected (DPO).
+
+\b
+Examples:
+  covey dpo quickstart-dpo
+  covey dpo my.yaml objective.beta=0.05 model.adapter=runs/mine/checkpoints/step-000100/adapter
 """
 
 app = typer.Typer(
@@ -66,6 +77,9 @@ Resume = Annotated[
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the run's folder, as run.name=NAME.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, then stop.")]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Print the objective with its denominators, then stop.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
@@ -92,10 +106,16 @@ def grpo(
     resume: Resume = None,
     name: Name = None,
     dry_run: DryRun = False,
+    explain: Explain = False,
     debug: Debug = False,
 ) -> None:
     def start() -> str | None:
         config = load_config(recipe, _with_name(overrides, name), GrpoConfig)
+        if explain:
+            from covey.rl.explain import explain as in_words
+
+            typer.echo(in_words(config.objective, max_new_tokens=config.rollout.max_new_tokens))
+            return None
         if dry_run:
             _print_dry_run(config, _grpo_plan(config), resume)
             return None
@@ -127,6 +147,28 @@ def sft(
         return str(run.folder) if run.interrupted else None
 
     _run("sft", start, recipe, overrides, name, debug)
+
+
+@app.command(help=DPO_HELP, short_help="Learn from preferences (DPO).")
+def dpo(
+    recipe: Recipe = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    name: Name = None,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    def start() -> str | None:
+        config = load_config(recipe, _with_name(overrides, name), DpoConfig)
+        if dry_run:
+            _print_dry_run(config, _dpo_plan(config), resume)
+            return None
+        from covey.rl.api import run_dpo
+
+        run = run_dpo(config, resume=resume)
+        return str(run.folder) if run.interrupted else None
+
+    _run("dpo", start, recipe, overrides, name, debug)
 
 
 def main() -> None:
@@ -175,7 +217,7 @@ def _run(
 
 
 def _how_to_start(command: str) -> str:
-    examples = {"grpo": "quickstart", "sft": "my.yaml"}
+    examples = {"grpo": "quickstart", "sft": "my.yaml", "dpo": "quickstart-dpo"}
     return (
         f"Try: covey {command} {examples[command]}, or write your own YAML file (covey {command} --help). "
         f"Recipes that come with covey: {', '.join(recipes())}."
@@ -195,7 +237,7 @@ def _fail(sentence: str) -> None:
     typer.echo(f"error: {sentence}", err=True)
 
 
-def _print_dry_run(config: GrpoConfig | SftConfig, plan: list[str], resume: str | None) -> None:
+def _print_dry_run(config: GrpoConfig | SftConfig | DpoConfig, plan: list[str], resume: str | None) -> None:
     """The plan is a comment, so that the output is a recipe again."""
     lora, run = config.lora, config.run
     lines = [
@@ -217,18 +259,34 @@ def _grpo_plan(config: GrpoConfig) -> list[str]:
         f"data     {config.data.train}",
         f"rewards  {rewards or 'none named in the recipe'}",
         f"step     {rollout.prompts_per_step} prompts x {rollout.group_size} = {completions} completions "
-        f"of up to {rollout.max_new_tokens} tokens, updates: {objective.updates_per_rollout}",
-        f"loss     {objective.advantage} advantages, {objective.aggregation} mean, "
-        f"clip {objective.clip_low:g}/{objective.clip_high:g}, KL weight {objective.beta:g}",
+        f"of up to {rollout.max_new_tokens} tokens, updates: {objective.updates}",
+        f"loss     {objective.loss} on {objective.advantage} advantages, {objective.denominator} mean, "
+        f"KL weight {objective.beta:g} (--explain says it in full)",
         f"run      {optim.steps} steps, {optim.steps * completions:,} completions",
     ]
 
 
 def _sft_plan(config: SftConfig) -> list[str]:
     optim = config.optim
-    length = f"{optim.steps} steps" if optim.epochs is None else f"{optim.epochs:g} epochs"
     return [
         f"data     {config.data.train}, loss on {config.data.loss_on}",
         f"step     {optim.rows_per_step} rows of up to {config.data.max_tokens} tokens",
-        f"run      {length}, learning rate {optim.lr:g} ({optim.schedule})",
+        _length(optim),
     ]
+
+
+def _dpo_plan(config: DpoConfig) -> list[str]:
+    objective, optim = config.objective, config.optim
+    extra = f", plus {objective.sft_weight:g} x SFT on the chosen" if objective.sft_weight else ""
+    reference = config.model.adapter or "the model without its adapter"
+    return [
+        f"data     {config.data.train}, preference pairs",
+        f"step     {optim.rows_per_step} pairs of up to {config.data.max_tokens} tokens a side",
+        f"loss     {objective.loss}, beta {objective.beta:g}{extra}; the reference is {reference}",
+        _length(optim),
+    ]
+
+
+def _length(optim: SftOptimSection) -> str:
+    length = f"{optim.steps} steps" if optim.epochs is None else f"{optim.epochs:g} epochs"
+    return f"run      {length}, learning rate {optim.lr:g} ({optim.schedule})"

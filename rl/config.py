@@ -6,18 +6,10 @@ Unknown keys, wrong types and contradictory values are errors before anything he
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # the bias correction divides by 1 - decay
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+from covey.rl.config_types import Count, CountOrZero, Decay, Fraction, NonNegative, Positive, Section
+from covey.rl.objective_config import ObjectiveSection
 
 
 class ModelSection(Section):
@@ -77,25 +69,6 @@ class RolloutSection(Section):
     stop: list[str] = []
     max_rows: Count = 256  # completions that are decoded at the same time
 
-    @field_validator("group_size")
-    @classmethod
-    def _compares(cls, group_size: int) -> int:
-        if group_size < 2:
-            raise ValueError(f"{group_size} gives every completion advantage 0; use at least 2 (8 is usual)")
-        return group_size
-
-
-class ObjectiveSection(Section):
-    advantage: Literal["group", "none", "rloo"] = "group"  # divide by the group's std, not, or leave-one-out
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    clip_high: Positive = 0.28
-    beta: NonNegative = 0.0  # weight of the k3 KL to the reference; 0 runs no reference pass
-    correction: Literal["none", "truncate", "mask"] = "truncate"  # trainer / sampler weight, per token
-    correction_cap: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 2.0
-    truncated: Literal["keep", "mask"] = "keep"  # completions cut off by max_new_tokens: train on them or not
-    updates_per_rollout: Count = 1  # optimiser steps over each batch of rollouts (mu)
-
 
 class OptimSection(Section):
     lr: Positive = 2e-5
@@ -148,6 +121,23 @@ class GrpoConfig(Section):
     eval: EvalSection = EvalSection()
     run: RunSection = RunSection()
 
+    @model_validator(mode="after")
+    def _check(self) -> "GrpoConfig":
+        size, advantage = self.rollout.group_size, self.objective.advantage
+        if size < 2 and advantage != "reinforce++":
+            raise ValueError(
+                f"rollout.group_size: {size} gives every completion advantage 0; use at least 2 (8 is usual), or "
+                f"objective.advantage reinforce++, which compares with the whole step"
+            )
+        prompts, parts = self.rollout.prompts_per_step, self.objective.updates_per_rollout
+        if prompts % parts:
+            sizes = [n for n in range(1, prompts + 1) if prompts % n == 0]
+            raise ValueError(
+                f"objective.updates_per_rollout: {prompts} prompts per step cannot be split into {parts} equal "
+                f"updates; possible are {', '.join(map(str, sizes))}"
+            )
+        return self
+
 
 class SftConfig(Section):
     model: ModelSection
@@ -160,6 +150,62 @@ class SftConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "SftConfig":
+        if (self.optim.steps is None) == (self.optim.epochs is None):
+            raise ValueError("optim: give either steps or epochs")
+        return self
+
+
+class DpoDataSection(DataSection):
+    chosen: str | None = (
+        None  # column with the preferred completion: text, or messages; default: found by name
+    )
+    rejected: str | None = None  # column with the other one
+    max_tokens: Count = 2048  # of a prompt with one completion
+    # For a pair with a longer one `overlong` decides: error, drop, or truncate (keeps the start of both).
+    unusable: Literal["error", "drop"] = "error"  # pairs of two equal completions, or with an empty one
+
+    @model_validator(mode="after")
+    def _check(self) -> "DpoDataSection":
+        for key in ("completion", "messages"):
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"data.{key}: a pair has two completions: set data.chosen and data.rejected instead"
+                )
+        return self
+
+
+class DpoSection(Section):
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # DPO, IPO (of means per token), SLiC
+    beta: Positive = 0.1  # how strongly the policy is held to the reference; ipo: the target is 1 / (2 beta)
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0  # share of labels taken to be wrong (cDPO)
+    sft_weight: NonNegative = 0.0  # of the chosen completion's mean negative log-likelihood (RPO)
+
+    @model_validator(mode="after")
+    def _check(self) -> "DpoSection":
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError(
+                f"objective.label_smoothing: has no meaning for loss {self.loss}: remove it, or use loss sigmoid"
+            )
+        return self
+
+
+class DpoOptimSection(SftOptimSection):
+    # A row is a pair. Ten times what is usual where all weights are trained (5e-7), as in the QLoRA recipe of Zephyr.
+    lr: Positive = 5e-6
+
+
+class DpoConfig(Section):
+    model: ModelSection
+    lora: LoraSection = LoraSection()
+    data: DpoDataSection
+    rewards: list[RewardSection] = []  # score greedy completions in the evaluations; optional
+    objective: DpoSection = DpoSection()
+    optim: DpoOptimSection = DpoOptimSection()
+    eval: EvalSection = EvalSection()
+    run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> "DpoConfig":
         if (self.optim.steps is None) == (self.optim.epochs is None):
             raise ValueError("optim: give either steps or epochs")
         return self

@@ -15,13 +15,14 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from covey.rl.config import GrpoConfig, Section, SftConfig
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.config_hints import suggest
+from covey.rl.config_types import Section
 from covey.rl.config_yaml import KeyPath, Origin, Problem, Tree, dotted, dump_yaml, parse_scalar, parse_yaml
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | BaseModel | None
 Overrides = Sequence[str] | Mapping[str, Any]
-Config = TypeVar("Config", bound=GrpoConfig | SftConfig)
+Config = TypeVar("Config", bound=GrpoConfig | SftConfig | DpoConfig)
 
 RECIPES = Path(__file__).parents[1] / "configs"
 COMMAND_LINE = "command line"
@@ -58,7 +59,7 @@ def load_config(source: Source, overrides: Overrides, model: type[Config]) -> Co
     return config
 
 
-def dump_config(config: GrpoConfig | SftConfig) -> str:
+def dump_config(config: GrpoConfig | SftConfig | DpoConfig) -> str:
     """The whole configuration, defaults included, as YAML that `load_config` reads back as an equal one."""
     return dump_yaml(config.model_dump())
 

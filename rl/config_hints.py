@@ -3,10 +3,11 @@
 import difflib
 from typing import Any, get_args
 
-from covey.rl.config import GrpoConfig, Section, SftConfig
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
+from covey.rl.config_types import Section
 from covey.rl.config_yaml import KeyPath, dotted
 
-COMMANDS = {GrpoConfig: "covey grpo", SftConfig: "covey sft"}
+COMMANDS = {GrpoConfig: "covey grpo", SftConfig: "covey sft", DpoConfig: "covey dpo"}
 
 # What other trainers call it -> our keys; those that the command does not have are left out of a hint.
 ALIASES = {
@@ -19,10 +20,13 @@ ALIASES = {
     "clip": "objective.clip_low objective.clip_high",
     "clip_range": "objective.clip_low objective.clip_high",
     "clip_ratio": "objective.clip_low objective.clip_high",
+    "clip_ratio_c": "objective.ratio_cap",
     "completion_only_loss": "data.loss_on",
     "dataset": "data.train",
     "dataset_name": "data.train",
     "dataset_text_field": "data.completion",
+    "delta": "objective.ratio_cap",
+    "entropy_coeff": "objective.entropy_bonus",
     "epsilon": "objective.clip_low",
     "epsilon_high": "objective.clip_high",
     "eval_dataset": "data.eval",
@@ -37,7 +41,8 @@ ALIASES = {
     "load_in_4bit": "model.method",
     "lora_alpha": "lora.alpha",
     "lora_r": "lora.rank",
-    "loss_type": "objective.aggregation",
+    "loss_agg_mode": "objective.aggregation",
+    "loss_type": "objective.loss objective.aggregation",
     "lr_scheduler_type": "optim.schedule",
     "mask_truncated_completions": "objective.truncated",
     "max_completion_length": "rollout.max_new_tokens",
@@ -49,15 +54,15 @@ ALIASES = {
     "micro_batch_size": "optim.tokens_per_pass",
     "model_name": "model.path",
     "model_name_or_path": "model.path",
-    "mu": "objective.updates_per_rollout",
+    "mu": "objective.epochs",
     "num_epochs": "optim.epochs",
     "num_generations": "rollout.group_size",
-    "num_iterations": "objective.updates_per_rollout",
+    "num_iterations": "objective.epochs",
     "num_steps": "optim.steps",
     "num_train_epochs": "optim.epochs",
     "output_dir": "run.dir",
     "per_device_train_batch_size": "rollout.prompts_per_step optim.rows_per_step",
-    "ppo_epochs": "objective.updates_per_rollout",
+    "ppo_epochs": "objective.epochs",
     "quant": "model.method",
     "quantization": "model.method",
     "r": "lora.rank",
@@ -72,6 +77,7 @@ ALIASES = {
     "scheduler": "optim.schedule",
     "system_prompt": "data.system",
     "target_modules": "lora.targets",
+    "top_entropy_quantile": "objective.top_entropy",
     "torch_dtype": "model.dtype",
     "train_batch_size": "rollout.prompts_per_step optim.rows_per_step",
     "use_vllm": "rollout.engine",
@@ -79,9 +85,19 @@ ALIASES = {
 }
 
 
+# Keys that others have and covey refuses, with the reason.
+TRUNCATION = (
+    "sampling in training is never truncated: a truncated sampler's log-probs are those among the tokens it kept, the "
+    "trainer's those among all, and every ratio between them would be wrong. Use rollout.temperature"
+)
+REFUSED = dict.fromkeys(("top_p", "top_k", "min_p"), TRUNCATION)
+
+
 def suggest(path: KeyPath, model: type[Any]) -> str:
     """The message for the unknown key at `path` of a configuration of type `model`."""
     key = str(path[-1])
+    if key in REFUSED:
+        return REFUSED[key]
     known, here = _keys(model), _section_keys(model, path[:-1])
     if key in known and "." in key:
         section, inner = key.split(".")

@@ -30,6 +30,12 @@ _LINES: dict[str, _Fields] = {
         ("length/truncated", "cut off", "{:.0%}"),
         ("groups/no_spread", "no spread", "{:.0%}"),
     ),
+    "pairs": (
+        ("dpo/accuracy", "accuracy", "{:.0%}"),
+        ("dpo/margin", "margin", "{:.3f}"),
+        ("logp/chosen", "logp chosen", "{:.2f}"),
+        ("logp/rejected", "rejected", "{:.2f}"),
+    ),
     "update": (
         ("loss/total", "loss", "{:.2g}"),
         ("grad/norm", "grad", "{:.2g}"),
@@ -40,6 +46,7 @@ _LINES: dict[str, _Fields] = {
     "time": (
         ("time/rollout_s", "sample", "{:.1f} s"),
         ("time/reward_s", "score", "{:.1f} s"),
+        ("time/reference_s", "reference", "{:.1f} s"),
         ("time/train_s", "train", "{:.1f} s"),
         ("rollout/tokens_per_s", "tokens/s", "{:,.0f}"),
         ("train/tokens_per_s", "tokens/s", "{:,.0f}"),
@@ -51,7 +58,7 @@ _LINES: dict[str, _Fields] = {
 class RunInfo:
     """What a run will do. `details` are further lines, for example data, rewards and memory."""
 
-    command: Literal["grpo", "sft"]
+    command: Literal["grpo", "sft", "dpo"]
     name: str
     folder: str
     model: str
@@ -61,7 +68,7 @@ class RunInfo:
     parameters: int  # all of them
     objective: str
     steps: int
-    rows: int  # prompts or documents per step
+    rows: int  # prompts, documents or pairs per step
     completions: int = 1  # per prompt
     details: Mapping[str, str] = field(default_factory=dict)
     first_step: int = 0  # steps that a resumed run has behind it
@@ -136,8 +143,8 @@ class Display:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step (from 1) is done."""
         self._step = step
-        sft = self._goal[1] == "loss"  # is shown already
-        self._metrics = {k: v for k, v in metrics.items() if not (sft and k == "loss/total")}
+        shown = self._goal[1] == "loss"
+        self._metrics = {k: v for k, v in metrics.items() if not (shown and k == "loss/total")}
         self._remember(step, metrics)
         if "time/step_s" in metrics:
             self._seconds.append(metrics["time/step_s"])
@@ -205,8 +212,10 @@ class Display:
     @property
     def _goal(self) -> tuple[str, str]:
         """The metric to watch, and its name."""
-        sft = self._info is not None and self._info.command == "sft"
-        return ("sft/nll", "loss") if sft else ("reward/mean", "reward")
+        command = self._info.command if self._info else "grpo"
+        return {"sft": ("sft/nll", "loss"), "dpo": ("dpo/loss", "loss")}.get(
+            command, ("reward/mean", "reward")
+        )
 
     def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._goal[0] in metrics:
@@ -261,8 +270,8 @@ class Display:
         return _facts(rows)
 
     def _chart(self) -> RenderableType:
-        key, label = self._goal
-        wanted = ("eval/nll", "eval/loss") if key == "sft/nll" else ("eval/accuracy", "eval/reward")
+        _, label = self._goal
+        wanted = ("eval/nll", "eval/loss") if label == "loss" else ("eval/accuracy", "eval/reward")
         held_out = next((name for name in wanted if name in self._evaluations), None)
         marks = self._evaluations.get(held_out, []) if held_out else []
         width = max(10, min(72, self.console.width - 12))
@@ -299,7 +308,7 @@ def _plan(info: RunInfo) -> dict[str, str]:
     if info.command == "grpo":
         work = f"{info.rows} prompts x {info.completions} completions = {info.rows * info.completions}"
     else:
-        work = f"{info.rows} documents"
+        work = f"{info.rows} {'pairs' if info.command == 'dpo' else 'documents'}"
     steps = f"{info.steps} steps of {work}"
     if info.first_step:
         steps += f"; resumed after step {info.first_step}"

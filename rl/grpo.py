@@ -1,31 +1,32 @@
-"""Group relative policy optimisation (GRPO): the step, and what is measured of it.
+"""Group relative policy optimisation (GRPO): the step, from prompts to new weights.
 
 Axes: P prompts of a step, G completions per prompt, M scored tokens of a pass.
 
     reward_PG     the reward functions' weighted sum; NaN where none had an opinion
-    advantage_PG  the reward relative to the other completions of its prompt
+    advantage_PG  the reward relative to the other completions (rl/advantages.py)
     loss          a sum over scored tokens (rl/objectives.py) whose weights carry the denominator (rl/batch.py)
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from covey.policies.policy import Batch, Policy
 from covey.rewards.runner import Scorer, ScoreTable
-from covey.rl.advantages import group_advantages
-from covey.rl.batch import pack, split, to_device
+from covey.rl.advantages import compute_advantages, whiten
+from covey.rl.batch import pack, split, to_device, trained_tokens
 from covey.rl.config import GrpoConfig
+from covey.rl.distributed import gather_objects, gather_rows, sum_gradients
+from covey.rl.entropy import EntropyBonus, keep_top_entropy
+from covey.rl.kl import kl_value
 from covey.rl.metrics import Sample, sample_rows
-from covey.rl.objectives import Stats, grpo_loss
+from covey.rl.objectives import policy_objective
 from covey.rl.optimizer import FlatAdamW
+from covey.rl.stats import Stats, merge_updates, over_ranks
+from covey.rl.step_metrics import Clock, Measured, rollout_metrics
 from covey.rollout.engine import Group, Prompt, RolloutEngine, Sampling
-
-Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,73 +37,85 @@ class GrpoMachine:
     engine: RolloutEngine
     scorer: Scorer
     optimizer: FlatAdamW
+    entropy: EntropyBonus
     device: torch.device
 
 
 def grpo_step(
     machine: GrpoMachine, prompts: Sequence[Prompt], config: GrpoConfig, step: int
-) -> tuple[Metrics, list[Sample]]:
+) -> tuple[Measured, list[Sample]]:
     """One step (counted from 0) on these P prompts: sample, score, learn, hand the new weights to the engine."""
-    rollout, objective = config.rollout, config.objective
     clock = Clock(machine.device)
     machine.engine.wake()
-    groups = machine.engine.generate(prompts, rollout.group_size, step_sampling(config, step))
+    groups = machine.engine.generate(prompts, config.rollout.group_size, step_sampling(config, step))
     machine.engine.sleep()
     clock.lap("rollout")
 
     scores = machine.scorer(groups)
-    advantage_PG = group_advantages(scores.total, objective.advantage)
     clock.lap("reward")
 
-    batch = pack(
-        groups,
-        advantage_PG,
-        ~np.isnan(scores.total),
-        aggregation=objective.aggregation,
-        max_new_tokens=rollout.max_new_tokens,
-        truncated=objective.truncated,
-        skip_zero=objective.beta == 0,
-        temperature=rollout.temperature,
-    )
-    parts = [to_device(part, machine.device) for part in split(batch, config.optim.tokens_per_pass)]
-    if objective.beta:
-        parts = with_reference(machine.policy, parts)
-    # Without parts (no group has any spread) there is no update at all: AdamW's momentum would move the weights.
-    learned: Metrics = {}
-    for update in range(objective.updates_per_rollout if parts else 0):
-        parts, stats = accumulate(machine.policy, parts, config)
-        index = step * objective.updates_per_rollout + update
-        total = config.optim.steps * objective.updates_per_rollout
-        learned = stats.finish() | machine.optimizer.step(index, total)
-        machine.optimizer.zero_grad()
+    advantage_PG, learned = learn(machine, groups, scores, config, step)
     machine.engine.update(machine.policy.weights(), step + 1)
     clock.lap("train")
 
     metrics = rollout_metrics(groups, scores, advantage_PG, clock.seconds["rollout"]) | learned
-    metrics["loss/total"] = metrics.get("loss/policy", 0.0) + metrics.get("loss/kl", 0.0)
-    metrics["tokens/computed"] = len(batch.input_ids)
+    terms = ("loss/policy", "loss/kl", "loss/entropy")
+    metrics["loss/total"] = sum(metrics.get(name, 0.0) for name in terms)
     return metrics | clock.metrics(), sample_rows(groups, scores.total, scores.per_function, advantage_PG)
 
 
-def accumulate(policy: Policy, parts: list[Batch], config: GrpoConfig) -> tuple[list[Batch], Stats]:
-    """Gradients of the whole step, part by part. Returns the parts with their old log-probs filled in.
+def learn(
+    machine: GrpoMachine, groups: Sequence[Group], scores: ScoreTable, config: GrpoConfig, step: int
+) -> tuple[np.ndarray, Measured]:
+    """All optimiser steps over one batch of rollouts. Returns the advantages [P, G] and what was measured."""
+    o, policy = config.objective, machine.policy
+    advantages = _advantages(machine, groups, scores, config)
+    minibatches = _minibatches(machine, groups, scores, advantages, config)
+    computed = sum(len(part.source) for parts in minibatches for part in parts)
+    if o.top_entropy < 1:
+        minibatches = keep_top_entropy(policy, minibatches, o.top_entropy)
+    if o.kl_place == "loss":
+        minibatches = [with_reference(policy, parts) for parts in minibatches]
+    # The first update needs no pass for its old log-probs: they are the present ones. The others' are taken now.
+    minibatches[1:] = [with_old(policy, parts) for parts in minibatches[1:]]
 
-    In the first update the old log-probs are the present ones (no pass of their own, ratio exactly 1); they are
+    updates: list[Measured] = []
+    first, total = step * o.updates, config.optim.steps * o.updates
+    for index in range(o.updates):
+        parts = minibatches[index % o.updates_per_rollout]
+        # Without parts (no group has any spread) there is no update: AdamW's momentum would move the weights.
+        if not any(gather_objects(bool(parts))):
+            continue
+        parts, stats = accumulate(policy, parts, config, machine.entropy.value)
+        minibatches[index % o.updates_per_rollout] = parts
+        sum_gradients(machine.optimizer.params)
+        measured = over_ranks(stats).finish()
+        if o.has_entropy_term:
+            measured["entropy/bonus"] = machine.entropy.value
+            machine.entropy.observe(measured.get("entropy/mean", float("nan")))
+        updates.append(measured | machine.optimizer.step(first + index, total))
+        machine.optimizer.zero_grad()
+
+    trained = int(advantages.trained_PG.sum())
+    metrics = advantages.metrics | merge_updates(updates)
+    metrics["tokens/computed"] = sum(len(part.input_ids) for parts in minibatches for part in parts)
+    metrics["tokens/skipped"] = 1.0 - computed / trained if trained else 0.0
+    return advantages.rows_PG, metrics
+
+
+def accumulate(
+    policy: Policy, parts: list[Batch], config: GrpoConfig, entropy_bonus: float = 0.0
+) -> tuple[list[Batch], Stats]:
+    """Gradients of one optimiser step, part by part. Returns the parts with their old log-probs filled in.
+
+    Where there are none the old log-probs are the present ones (no pass of their own, ratio exactly 1); they are
     kept for the updates that follow on the same rollouts.
     """
-    o = config.objective
     stats, seen = Stats(), []
     for part in parts:
-        scored = policy.logprobs(part, entropy=True)
-        loss, part_stats = grpo_loss(
-            scored.logp,
-            part,
-            clip_low=o.clip_low,
-            clip_high=o.clip_high,
-            beta=o.beta,
-            correction=o.correction,
-            correction_cap=o.correction_cap,
-            entropy_M=scored.entropy,
+        scored = policy.logprobs(part, entropy=True, entropy_gradient=entropy_bonus > 0)
+        loss, part_stats = policy_objective(
+            scored.logp, part, config.objective, entropy_M=scored.entropy, entropy_bonus=entropy_bonus
         )
         loss.backward()
         stats += part_stats
@@ -116,6 +129,12 @@ def with_reference(policy: Policy, parts: list[Batch]) -> list[Batch]:
         return [replace(part, reference=policy.logprobs(part).logp) for part in parts]
 
 
+def with_old(policy: Policy, parts: list[Batch]) -> list[Batch]:
+    """The parts with the present policy's log-probs as the old ones."""
+    with torch.no_grad():
+        return [replace(part, old=policy.logprobs(part).logp) for part in parts]
+
+
 def step_sampling(config: GrpoConfig, step: int) -> Sampling:
     """How completions are drawn in this step: every step has its own seed."""
     rollout = config.rollout
@@ -123,44 +142,119 @@ def step_sampling(config: GrpoConfig, step: int) -> Sampling:
     return Sampling(rollout.max_new_tokens, rollout.temperature, stop=tuple(rollout.stop), seed=seed)
 
 
-def rollout_metrics(
-    groups: Sequence[Group], scores: ScoreTable, advantage_PG: NDArray[np.float64], seconds: float
-) -> Metrics:
-    """Rewards, lengths and what share of the completions can teach something."""
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([len(completion.ids) for completion in completions])
-    scored = scores.total[~np.isnan(scores.total)]
-    return {
-        "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
-        "reward/std": float(scored.std()) if len(scored) else float("nan"),
-        **{f"reward/{name}": value for name, value in scores.means().items()},
-        "reward/unscored": float(np.isnan(scores.total).mean()),
-        "groups/no_spread": float((advantage_PG == 0).all(1).mean()),
-        "length/mean": float(lengths.mean()),
-        "length/max": float(lengths.max()),
-        "length/truncated": float(np.mean([completion.finish == "length" for completion in completions])),
-        "rollout/tokens_per_s": float(lengths.sum()) / max(seconds, 1e-9),
-    }
+@dataclass(frozen=True, slots=True)
+class _Advantages:
+    rows_PG: np.ndarray
+    tokens: (
+        list[np.ndarray] | None
+    )  # of every row that is in the loss, where a row's tokens differ; else None
+    trained_PG: np.ndarray  # trained tokens of the rows in the loss
+    metrics: Measured
 
 
-class Clock:
-    """Seconds of the phases of a step, the device's work included."""
+def _advantages(
+    machine: GrpoMachine, groups: Sequence[Group], scores: ScoreTable, config: GrpoConfig
+) -> _Advantages:
+    o, reward_PG = config.objective, scores.total
+    trained_PG = trained_tokens(groups, ~np.isnan(reward_PG), o.truncated)
+    penalties: dict[int, np.ndarray] = {}
+    metrics: Measured = {}
+    if o.kl_place == "reward":
+        penalties = _kl_penalties(machine, groups, scores, config)
+        penalty_PG = np.zeros(reward_PG.size)
+        for row, k in penalties.items():
+            penalty_PG[row] = o.beta * k.sum()
+        reward_PG = reward_PG - penalty_PG.reshape(reward_PG.shape)
+        counted = sum(len(k) for k in penalties.values())
+        metrics["kl/reference"] = sum(float(k.sum()) for k in penalties.values()) / max(1, counted)
+        metrics["reward/kl_penalty"] = float(penalty_PG.mean())
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
+    everywhere_PG, mine = gather_rows(reward_PG)
+    functions_PGK, _ = gather_rows(np.stack(list(scores.per_function.values()), axis=-1))
+    rows_PG = compute_advantages(
+        everywhere_PG,
+        o.advantage,
+        std=o.std or "unbiased",
+        lengths_PG=gather_rows(trained_PG)[0],
+        functions_KPG=np.moveaxis(functions_PGK, -1, 0),
+        weights_K=np.array([reward.weight for reward in machine.scorer.rewards]),
+    )[mine]
+    tokens = None
+    if o.kl_place == "reward" and o.advantage == "reinforce++":
+        tokens = _token_returns(scores.total, penalties, o.beta)
+    return _Advantages(rows_PG, tokens, trained_PG, metrics)
 
-    def lap(self, phase: str) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self.seconds[phase] = now - self._last
-        self._last = now
 
-    def metrics(self) -> Metrics:
-        times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
-        times["time/step_s"] = sum(self.seconds.values())
-        if self._device.type == "cuda":
-            times["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
-        return times
+def _kl_penalties(
+    machine: GrpoMachine, groups: Sequence[Group], scores: ScoreTable, config: GrpoConfig
+) -> dict[int, np.ndarray]:
+    """The KL estimator at every trained token of every row in the loss, by row, before the first update."""
+    ones_PG = np.ones(scores.total.shape)
+    batch = _pack(groups, ones_PG, ~np.isnan(scores.total), config, skip_zero=False)
+    found = {}
+    for part in split(batch, config.optim.tokens_per_pass):
+        (moved,) = with_old(machine.policy, [to_device(part, machine.device)])
+        (moved,) = with_reference(machine.policy, [moved])
+        assert moved.old is not None and moved.reference is not None
+        k_M = kl_value(moved.old - moved.reference, config.objective.kl_estimator).double().cpu().numpy()
+        row_M = part.row.numpy()
+        first = np.flatnonzero(np.diff(row_M, prepend=-1))
+        found |= zip(row_M[first].tolist(), np.split(k_M, first[1:]), strict=True)
+    return dict(sorted(found.items()))
+
+
+def _token_returns(reward_PG: np.ndarray, penalties: dict[int, np.ndarray], beta: float) -> list[np.ndarray]:
+    """REINFORCE++: the reward minus the penalties from a token on, whitened over all tokens of all ranks."""
+    reward = reward_PG.ravel()
+    returns = [reward[row] - beta * np.cumsum(k[::-1])[::-1] for row, k in penalties.items()]
+    everywhere, mine = gather_rows(np.concatenate([np.zeros(0), *returns]))
+    white = whiten(everywhere, np.ones(len(everywhere)))[mine]
+    return np.split(white, np.cumsum([len(r) for r in returns])[:-1])
+
+
+def _minibatches(
+    machine: GrpoMachine,
+    groups: Sequence[Group],
+    scores: ScoreTable,
+    advantages: _Advantages,
+    config: GrpoConfig,
+) -> list[list[Batch]]:
+    """The passes of each optimiser step of an epoch: equal shares of the groups, each with its own denominator."""
+    o, scored_PG = config.objective, ~np.isnan(scores.total)
+    skip_zero = (
+        o.kl_place != "loss" and not o.has_entropy_term and o.top_entropy == 1 and not advantages.tokens
+    )
+    minibatches, taken = [], 0
+    for share in np.array_split(np.arange(len(groups)), o.updates_per_rollout):
+        mine = [groups[p] for p in share]
+        batch = _pack(mine, advantages.rows_PG[share], scored_PG[share], config, skip_zero=skip_zero)
+        if advantages.tokens is not None:
+            rows = len(np.unique(batch.row.numpy()))
+            values = np.concatenate([np.zeros(0), *advantages.tokens[taken : taken + rows]])
+            batch = replace(batch, advantage=torch.from_numpy(values.astype(np.float32)))
+            taken += rows
+        parts = split(batch, config.optim.tokens_per_pass)
+        minibatches.append([to_device(part, machine.device) for part in parts])
+    return minibatches
+
+
+def _pack(
+    groups: Sequence[Group],
+    advantage_PG: np.ndarray,
+    scored_PG: np.ndarray,
+    config: GrpoConfig,
+    *,
+    skip_zero: bool,
+) -> Batch:
+    o = config.objective
+    return pack(
+        groups,
+        advantage_PG,
+        scored_PG,
+        aggregation=o.denominator,
+        max_new_tokens=config.rollout.max_new_tokens,
+        truncated=o.truncated,
+        skip_zero=skip_zero,
+        temperature=config.rollout.temperature,
+        count_zero_advantage=o.count_zero_advantage,
+    )

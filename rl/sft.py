@@ -12,9 +12,11 @@ import torch
 from covey.policies.policy import Policy
 from covey.rl.batch import Document, pack_documents, split, to_device
 from covey.rl.config import SftConfig
-from covey.rl.grpo import Clock, Metrics
-from covey.rl.objectives import Stats, sft_loss
+from covey.rl.distributed import sum_gradients
+from covey.rl.objectives import sft_loss
 from covey.rl.optimizer import FlatAdamW
+from covey.rl.stats import Stats, over_ranks
+from covey.rl.step_metrics import Clock, Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class SftMachine:
 
 def sft_step(
     machine: SftMachine, documents: Sequence[Document], config: SftConfig, step: int, total: int
-) -> Metrics:
+) -> Measured:
     """One optimiser step (counted from 0, of `total`) on these documents."""
     clock = Clock(machine.device)
     batch = pack_documents(documents)
@@ -38,7 +40,8 @@ def sft_step(
         loss, part_stats = sft_loss(machine.policy.logprobs(moved).logp, moved)
         loss.backward()
         stats += part_stats
-    metrics = stats.finish() | machine.optimizer.step(step, total)
+    sum_gradients(machine.optimizer.params)
+    metrics = over_ranks(stats).finish() | machine.optimizer.step(step, total)
     machine.optimizer.zero_grad()
     clock.lap("train")
     metrics["sft/nll"] = metrics["loss/total"] = metrics.pop("loss/sft")

@@ -57,6 +57,18 @@ def task_rows(name: str, args: Mapping[str, Any], *, held_out: bool = False) -> 
     return _rows(TASKS[name], held_out, **args)
 
 
+def preference_rows(name: str, args: Mapping[str, Any], *, held_out: bool = False) -> list[dict[str, Any]]:
+    """Rows {prompt, answer, chosen, rejected} of task `name`: the right answer is preferred to one that is wrong by up
+    to 10, drawn for each row from the task's seed. Arguments and errors are those of `task_rows`."""
+    rows = []
+    for row in task_rows(name, args, held_out=held_out):
+        chosen, answer = row.pop("completion"), int(row["answer"])
+        rng = random.Random(f"wrong answer:{args.get('seed', 0)}:{row['prompt']}")
+        wrong = rng.choice([n for n in range(max(0, answer - 10), answer + 11) if n != answer])
+        rows.append({**row, "chosen": chosen, "rejected": chosen.replace(str(answer), str(wrong))})
+    return rows
+
+
 def _rows(
     task: Task,
     held_out: bool,

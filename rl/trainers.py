@@ -1,4 +1,4 @@
-"""GRPO and SFT put together from a configuration: rewards, data, tokenizer, policy, engine, optimiser.
+"""GRPO, SFT and DPO put together from a configuration: rewards, data, tokenizer, policy, engine, optimiser.
 
 What a user may have got wrong is checked in the order of its price: names and columns before the tokenizer,
 the tokenizer before the weights.
@@ -18,22 +18,25 @@ from covey.policies.spec import ModelSpec, read_spec
 from covey.policies.tokenizer import check_vocabulary, decode_completion, eos_ids, load_tokenizer
 from covey.rewards.reward import Reward, RewardSpec, check_columns, load_reward
 from covey.rewards.runner import Scorer
-from covey.rl.config import GrpoConfig, SftConfig
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.data import Cursor, Row, load_rows
 from covey.rl.display import RunInfo
 from covey.rl.documents import make_documents
+from covey.rl.dpo import DpoMachine, dpo_step, evaluate_pairs, explain_pairs
+from covey.rl.entropy import EntropyBonus
+from covey.rl.explain import SFT_OBJECTIVE, explain
 from covey.rl.grpo import GrpoMachine, grpo_step
 from covey.rl.loop import Results
 from covey.rl.metrics import sample_rows
-from covey.rl.objectives import SFT_OBJECTIVE, explain
 from covey.rl.optimizer import FlatAdamW
+from covey.rl.pairs import Pair, Preference, load_pairs, make_pairs
 from covey.rl.sft import SftMachine, document_nll, sft_step
 from covey.rl.sources import DataError
-from covey.rl.templates import Encoder, check_context, make_prompts
+from covey.rl.templates import Encoded, Encoder, check_context, make_prompts
 from covey.rollout.engine import Message, Prompt, Sampling
 from covey.rollout.inprocess import InProcessEngine
 
-Config = GrpoConfig | SftConfig
+Config = GrpoConfig | SftConfig | DpoConfig
 
 
 class Sampler:
@@ -184,7 +187,17 @@ class GrpoTrainer(Sampler):
     def load_weights(self) -> None:
         self.load(self.config.rollout.max_rows)
         self.optimizer = FlatAdamW(self.policy.parameters(), self.config.optim)
-        self.machine = GrpoMachine(self.policy, self.engine, self.scorer, self.optimizer, self.device)
+        self.entropy = EntropyBonus(self.config.objective)
+        self.machine = GrpoMachine(
+            self.policy, self.engine, self.scorer, self.optimizer, self.entropy, self.device
+        )
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"entropy": self.entropy.state_dict()}
+
+    def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
+        super().restore(adapter, state, step)
+        self.entropy.load_state_dict(state["entropy"])
 
     def step(self, index: int) -> Results:
         prompts = [self.data[i] for i in self.cursor.next()]
@@ -273,6 +286,80 @@ class SftTrainer(Sampler):
             steps=self.steps,
             rows=self.config.optim.rows_per_step,
             details={"data": f"{found}; {len(self.held_out)} held out"},
+        )
+        return RunInfo(**facts, **where)
+
+
+class DpoTrainer(Sampler):
+    """Trainer (rl/loop.py) of preference optimisation."""
+
+    command = "dpo"
+
+    def __init__(
+        self, config: DpoConfig, rewards: Sequence[RewardSpec], rows: Any = None, eval_rows: Any = None
+    ):
+        self.config: DpoConfig
+        loaded = [load_reward(spec) for spec in rewards]
+        for reward in loaded:
+            if reward.name in ("loss", "accuracy", "margin"):
+                raise DataError(
+                    f"rewards: eval/{reward.name} is a metric of the pairs. Give the reward another name"
+                )
+        data = load_pairs(config.data.train if rows is None else rows, config.data)
+        source = config.data.eval if eval_rows is None else eval_rows
+        held_out = (
+            [] if source is None else load_pairs(source, config.data, held_out=True)[: config.eval.rows]
+        )
+        for reward in loaded:
+            check_columns(reward, data[0].chosen.columns)
+        super().__init__(config)
+        self.scorer = Scorer(loaded)
+        self.data = self._pairs("pairs", data)
+        self.held_out = self._pairs("held-out pairs", held_out) if held_out else []
+        self.eval_tokens = config.eval.max_new_tokens or 256
+        questions = [preference.chosen for preference in held_out] if loaded else []
+        self.eval_prompts = self.prompts(questions, self.eval_tokens) if questions else []
+        optim, seed = config.optim, config.data.seed
+        self.cursor = Cursor(
+            len(self.data), optim.rows_per_step, seed, config.data.shuffle, wrap=optim.epochs is None
+        )
+        self.steps = self.check_steps(optim.steps or self.cursor.steps(optim.epochs or 1.0), self.held_out)
+        self.found = config.data.train if rows is None else f"{len(data)} rows given in Python"
+
+    def _pairs(self, what: str, preferences: Sequence[Preference]) -> Encoded[Pair]:
+        pairs = make_pairs(preferences, self.tokenizer, self.config.data, self.eos)
+        self._report(what, pairs)
+        check_context(pairs.longest, 0, self.spec.max_positions)
+        return pairs
+
+    def load_weights(self) -> None:
+        self.load(max_rows=256)
+        self.optimizer = FlatAdamW(self.policy.parameters(), self.config.optim)
+        self.machine = DpoMachine(self.policy, self.optimizer, self.device)
+
+    def step(self, index: int) -> Results:
+        pairs = [self.data[i] for i in self.cursor.next()]
+        return dpo_step(self.machine, pairs, self.config, index, self.steps), []
+
+    def evaluate(self) -> Results | None:
+        if not self.held_out:
+            return None
+        tokens, objective = self.config.optim.tokens_per_pass, self.config.objective
+        metrics = evaluate_pairs(self.policy, self.held_out, objective, tokens, self.device)
+        if not self.eval_prompts:
+            return metrics, []
+        sampling = Sampling(self.eval_tokens, temperature=0.0)
+        scored, rows = self.greedy(self.eval_prompts, self.scorer, sampling)
+        return metrics | scored, rows
+
+    def describe(self, **where: Any) -> RunInfo:
+        adapter = self.config.model.adapter
+        reference = f"the adapter {adapter} as it was loaded" if adapter else "the model without its adapter"
+        facts = self.info(
+            objective=explain_pairs(self.config.objective, reference),
+            steps=self.steps,
+            rows=self.config.optim.rows_per_step,
+            details={"data": f"{self.found}, {len(self.data)} pairs; {len(self.held_out)} held out"},
         )
         return RunInfo(**facts, **where)
 

@@ -64,10 +64,10 @@ def test_a_wheel_carries_the_licence_and_the_command(wheel_names: list[str]) -> 
     assert {"licenses/LICENSE", "entry_points.txt"} <= endings
 
 
-def test_the_package_is_found_and_offers_its_three_functions() -> None:
+def test_the_package_is_found_and_offers_its_functions() -> None:
     assert covey.__file__ is not None and Path(covey.__file__).name == "__init__.py"
     for room in ROOMS:
         assert importlib.util.find_spec(f"covey.{room}") is not None
-    assert {"grpo", "sft", "load_policy"} <= set(dir(covey))
+    assert {"grpo", "sft", "dpo", "load_policy"} <= set(dir(covey))
     with pytest.raises(AttributeError, match="no attribute 'gpro'"):
         covey.gpro  # noqa: B018

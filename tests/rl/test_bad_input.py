@@ -167,7 +167,7 @@ def test_recipes_that_cannot_be_read(command: str) -> None:
 def test_every_mistake_of_a_recipe_is_named_at_once_with_its_line() -> None:
     Path("bad.yaml").write_text(
         "model: {path: tiny}\ndata: {train: rows.jsonl}\noptim:\n  learning_rte: 1e-5\n"
-        "rollout:\n  group_size: 1\n  temperature: hot\n"
+        "rollout:\n  group_size: 0\n  temperature: hot\n"
     )
     result = covey("grpo", "bad.yaml")
     refused(result)

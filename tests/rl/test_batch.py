@@ -245,3 +245,20 @@ def test_what_is_refused():
     )
     with pytest.raises(ValueError, match="data row 3: 2 ids and 1 trained flags"):
         pack_documents([Text(3, (1, 2), (True,))])
+
+
+def test_weights_by_prompt():
+    """Prompts with 2 + 8 and 5 trained tokens count the same; one that trains nothing does not count."""
+    trained = np.array([[2, 8], [5, 0], [0, 0]])
+    np.testing.assert_allclose(
+        token_weights(trained, "prompt", 16), [[1 / 20, 1 / 20], [1 / 10, 0], [0, 0]], rtol=1e-15
+    )
+
+
+def test_rows_with_advantage_zero_can_leave_the_denominator():
+    rows = [completion([1] * n) for n in (1, 2, 3)]
+    groups, advantage = [group([1], *rows)], [[1, 0, -1]]
+    for counted, tokens in ((True, 6), (False, 4)):
+        batch = pack_all(groups, advantage, count_zero_advantage=counted)
+        np.testing.assert_allclose(batch.weight, 1 / tokens, rtol=1e-6)
+        assert (1 in batch.row) is counted

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from covey.rl import cli
-from covey.rl.config import GrpoConfig, SftConfig
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.config_file import load_config
 
 GRPO = "model: {path: tiny}\ndata: {train: 'task:addition'}\n"
@@ -59,7 +59,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
         return called
 
-    fake.run_grpo, fake.run_sft = record("grpo"), record("sft")
+    fake.run_grpo, fake.run_sft, fake.run_dpo = record("grpo"), record("sft"), record("dpo")
     monkeypatch.setitem(sys.modules, "covey.rl.api", fake)
     return fake
 
@@ -67,12 +67,14 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_a_recipe_and_its_overrides_reach_the_run(run: Any, api: Any, tmp_path: Path) -> None:
     assert run("grpo", "grpo.yaml", "optim.lr=1e-4", "run.seed=3", "--name", "007") == 0
     assert run("sft", "sft.yaml", "--resume", "auto", "optim.rows_per_step=4") == 0
-    first, second = api.calls
+    assert run("dpo", "sft.yaml", "objective.beta=0.2", "--name", "b") == 0
+    first, second, third = api.calls
     expected = load_config(
         tmp_path / "grpo.yaml", {"optim.lr": 1e-4, "run": {"seed": 3, "name": "007"}}, GrpoConfig
     )
     assert first == ("grpo", expected, None)
     assert second == ("sft", load_config(tmp_path / "sft.yaml", ["optim.rows_per_step=4"], SftConfig), "auto")
+    assert third == ("dpo", load_config("sft.yaml", ["objective.beta=0.2", "run.name=b"], DpoConfig), None)
 
 
 def test_without_a_recipe_it_says_how_to_start(run: Any, api: Any, capsys: Any) -> None:
@@ -80,6 +82,8 @@ def test_without_a_recipe_it_says_how_to_start(run: Any, api: Any, capsys: Any) 
     assert "Try: covey grpo quickstart" in capsys.readouterr().err
     assert run("sft", "optim.lr=1e-4") == 2
     assert "covey sft needs a recipe first" in capsys.readouterr().err
+    assert run("dpo") == 2
+    assert "Try: covey dpo quickstart-dpo" in capsys.readouterr().err
     assert api.calls == []
 
 
@@ -162,7 +166,16 @@ def test_help_and_version(run: Any, capsys: Any) -> None:
     assert "--resume PATH|auto" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["grpo", "grpo.yaml", "optim.lrr=1"], ["grpo", "no.yaml"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["dpo", "--help"],
+        ["grpo", "grpo.yaml", "optim.lrr=1"],
+        ["dpo", "sft.yaml", "a=1"],
+        ["grpo", "no.yaml"],
+    ],
+)
 def test_help_and_mistakes_are_quick(arguments: list[str], run: Any) -> None:
     """Under one CPU-second (about 0.35 s where this was written), because nothing heavy is imported."""
     program = (
@@ -179,7 +192,7 @@ def test_help_and_mistakes_are_quick(arguments: list[str], run: Any) -> None:
     loaded, seconds = done.stdout.rsplit("LOADED ", 1)[1].rsplit(" ", 1)
     assert loaded == "[]"
     assert float(seconds) < 1.0
-    assert done.returncode == (0 if arguments == ["--help"] else 2)
+    assert done.returncode == (0 if "--help" in arguments else 2)
 
 
 def test_python_m_covey_is_the_same_command(run: Any) -> None:

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rl.config import GrpoConfig, SftConfig
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.config_file import RECIPES, ConfigError, dump_config, load_config, recipes
 from covey.rl.config_hints import ALIASES, _keys
 from covey.rl.config_yaml import dump_yaml, parse_scalar, parse_yaml
@@ -129,7 +129,7 @@ optim:
   weight_decay: -1
   eps: .nan
 rollout:
-  group_size: 1
+  group_size: 0
   temperature: 1
   temperature: 2
 rewards:
@@ -143,10 +143,10 @@ objective: {aggregation: toekn}
         'grpo.yaml:6 optim.steps: 010 has a leading zero: write 8 or 10, or "010" in quotes if it is text',
         "grpo.yaml:7 optim.weight_decay: must be at least 0, got -1",
         "grpo.yaml:8 optim.eps: must be a finite number, got nan",
-        "grpo.yaml:10 rollout.group_size: 1 gives every completion advantage 0; use at least 2 (8 is usual)",
+        "grpo.yaml:10 rollout.group_size: must be at least 1, got 0",
         "grpo.yaml:12 rollout.temperature: given twice (first on line 11)",
         "grpo.yaml:15 rewards.0.wieght: unknown key. Did you mean rewards.0.weight?",
-        'grpo.yaml:16 objective.aggregation: expected "token", "sequence" or "constant", got "toekn"',
+        'grpo.yaml:16 objective.aggregation: expected "token", "sequence", "constant", "prompt" or null, got "toekn"',
     ]
 
 
@@ -184,13 +184,13 @@ def test_a_grpo_recipe_given_to_sft_names_what_does_not_belong(tmp_path: Path) -
 
 
 def test_every_alias_names_a_key_that_exists() -> None:
-    keys = {*_keys(GrpoConfig), *_keys(SftConfig)}
+    keys = {*_keys(GrpoConfig), *_keys(SftConfig), *_keys(DpoConfig)}
     assert {key for keys_meant in ALIASES.values() for key in keys_meant.split()} <= keys
 
 
 def test_every_key_is_found_from_every_other_section() -> None:
     """A known key in the wrong section is never an unknown word."""
-    for model in (GrpoConfig, SftConfig):
+    for model in (GrpoConfig, SftConfig, DpoConfig):
         for key in _keys(model):
             section, _, name = key.partition(".")
             other = "lora" if section != "lora" else "eval"
@@ -298,10 +298,17 @@ def test_a_missing_file_suggests_a_sibling_or_a_shipped_recipe(
         load_config("runs/a", [], GrpoConfig)
 
 
+def command_of(recipe: str) -> type[Any]:
+    """The configuration of the command that a recipe's first line shows."""
+    first = (RECIPES / f"{recipe}.yaml").read_text().splitlines()[0]
+    command = first.split("covey ")[1].split()[0]
+    return {"grpo": GrpoConfig, "sft": SftConfig, "dpo": DpoConfig}[command]
+
+
 @pytest.mark.parametrize("recipe", recipes())
 def test_every_shipped_recipe_loads_by_name_and_by_path(recipe: str) -> None:
     keys = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
-    model = GrpoConfig if {"rollout", "objective"} & set(keys) else SftConfig
+    model = command_of(recipe)
     config = load_config(recipe, [], model)
     assert config == load_config(RECIPES / f"{recipe}.yaml", [], model)
     assert config.model.path == keys["model"]["path"]
@@ -418,7 +425,7 @@ def test_a_dumped_configuration_loads_back_equal(name: str, system: str, lr: flo
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_a_dumped_recipe_loads_back_equal_from_a_file(recipe: str, tmp_path: Path) -> None:
-    model = GrpoConfig if "rollout:" in (RECIPES / f"{recipe}.yaml").read_text() else SftConfig
+    model = command_of(recipe)
     config = load_config(recipe, ["optim.steps=3", "run.name=no"], model)
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")

@@ -109,6 +109,23 @@ def test_the_time_left_is_that_of_the_last_twenty_steps() -> None:
     assert file.getvalue().splitlines()[-1] == "step  30/100  70 min left"
 
 
+def test_dpo_shows_the_loss_and_how_far_apart_the_completions_are() -> None:
+    display, file = _display()
+    display.start(_info(command="dpo", rows=16))
+    metrics = {
+        "dpo/loss": 0.5,
+        "dpo/accuracy": 0.75,
+        "dpo/margin": 0.4567,
+        "logp/chosen": -2.0,
+        "logp/rejected": -3.5,
+    }
+    display.step(1, metrics | {"loss/total": 0.5, "dpo/chosen": 0.1, "dpo/rejected": -0.3})
+    text = file.getvalue()
+    assert "200 steps of 16 pairs\n" in text
+    expected = "step   1/200  loss 0.500  accuracy 75%  margin 0.457  logp chosen -2.00  rejected -3.50"
+    assert text.splitlines()[-1] == expected
+
+
 def test_sft_shows_the_loss() -> None:
     display, file = _display()
     display.start(_info(command="sft", rows=16))

@@ -186,7 +186,10 @@ def test_how_a_step_is_split_changes_no_result(aggregation: str, tmp_path: Path)
 
 
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"optim": {"steps": 4, "schedule": "linear", "warmup_steps": 1}}
+    settings: dict[str, Any] = {
+        "optim": {"steps": 4, "schedule": "linear", "warmup_steps": 1},
+        "objective": {"entropy_target": 5.5, "entropy_step": 0.01, "epochs": 2, "updates_per_rollout": 2},
+    }
     whole = train(tmp_path / "whole", **settings, run={"save_every": 2})
     copied = tmp_path / "copied" / "run"
     shutil.copytree(whole.folder, copied)

@@ -13,16 +13,12 @@ from torch import Tensor
 
 from covey.policies.policy import Batch
 from covey.rl.batch import token_weights
-from covey.rl.config import ObjectiveSection
-from covey.rl.objectives import (
-    SFT_OBJECTIVE,
-    Stats,
-    correction_weights,
-    explain,
-    grpo_loss,
-    kl_terms,
-    sft_loss,
-)
+from covey.rl.correction import correction_weights
+from covey.rl.kl import kl_term
+from covey.rl.losses import Tokens
+from covey.rl.objective_config import KlEstimator, ObjectiveSection
+from covey.rl.objectives import policy_objective, sft_loss
+from covey.rl.stats import Stats
 
 # GOLDEN: four completions with advantages +-0.5, log-ratios to the old policy, log-prob -1 at every token.
 LOG_RATIOS = [[0.1, -0.3], [0.3, 0.0, -0.2, 0.5], [-0.4], [0.25, -0.05, 0.0]]
@@ -35,8 +31,8 @@ TOKEN_LOSSES = [
 ]
 
 
-def batch_of(advantage, **columns) -> Batch:
-    """Scored tokens without a text: objectives look at the columns only. The weights are 1 unless given."""
+def batch_of(advantage, row=None, **columns) -> Batch:
+    """Scored tokens without a text: objectives look at the columns only. One row and weights of 1 unless given."""
     advantage = torch.as_tensor(advantage, dtype=torch.float64)
     count = len(advantage)
     index = torch.zeros(count, dtype=torch.int64)
@@ -48,7 +44,7 @@ def batch_of(advantage, **columns) -> Batch:
         segments=torch.zeros(0, 4, dtype=torch.int32),
         source=index,
         target=index,
-        row=index.int(),
+        row=index.int() if row is None else torch.as_tensor(row, dtype=torch.int32),
         advantage=advantage,
         **tensors,
     )
@@ -58,19 +54,14 @@ def golden(aggregation) -> tuple[Tensor, Batch]:
     counts = np.array([len(row) for row in LOG_RATIOS])
     log_ratio = torch.from_numpy(np.concatenate(LOG_RATIOS))
     logp = torch.full_like(log_ratio, -1.0)
-    weight = np.repeat(token_weights(counts, aggregation, max_new_tokens=8), counts)
-    return logp, batch_of(np.repeat(ADVANTAGES, counts), weight=weight, old=logp - log_ratio)
+    weight = np.repeat(token_weights(counts[None], aggregation, max_new_tokens=8)[0], counts)
+    row = np.repeat(np.arange(4), counts)
+    return logp, batch_of(np.repeat(ADVANTAGES, counts), row, weight=weight, old=logp - log_ratio)
 
 
-def loss_of(logp: Tensor, batch: Batch, **options) -> tuple[Tensor, Stats]:
-    defaults = {
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "beta": 0.0,
-        "correction": "none",
-        "correction_cap": 2.0,
-    }
-    return grpo_loss(logp, batch, **(defaults | options))
+def loss_of(logp: Tensor, batch: Batch, entropy_M=None, bonus=0.0, **options) -> tuple[Tensor, Stats]:
+    section = ObjectiveSection.model_validate({"correction": "none"} | options)
+    return policy_objective(logp, batch, section, entropy_M=entropy_M, entropy_bonus=bonus)
 
 
 def leaf(values) -> Tensor:
@@ -89,7 +80,8 @@ def test_golden_loss_of_every_token(m):
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "expected"), [("sequence", 0.000532083), ("token", 0.0270046), ("constant", 0.00843894)]
+    ("aggregation", "expected"),
+    [("sequence", 0.000532083), ("token", 0.0270046), ("constant", 0.00843894), ("prompt", 0.0270046)],
 )
 def test_golden_aggregates(aggregation, expected):
     loss, _ = loss_of(*golden(aggregation))
@@ -136,6 +128,11 @@ def test_old_log_probs_of_the_same_forward_change_nothing():
 WEIGHTS = [0.1, 0.51, 0.9, 1.0, 1.9, 1.99, 2.1, 30.0]
 
 
+def weights_of(log_weight: Tensor, row=None, **options) -> Tensor:
+    tokens = Tokens(log_weight, log_weight, batch_of(np.zeros(len(log_weight)), row))
+    return correction_weights(tokens, log_weight, ObjectiveSection.model_validate(options))
+
+
 @pytest.mark.parametrize(
     ("correction", "expected"),
     [
@@ -146,7 +143,7 @@ WEIGHTS = [0.1, 0.51, 0.9, 1.0, 1.9, 1.99, 2.1, 30.0]
 )
 def test_correction_weights(correction, expected):
     log_weight = torch.tensor(WEIGHTS, dtype=torch.float64).log()
-    weight = correction_weights(log_weight, correction, 2.0)
+    weight = weights_of(log_weight, correction=correction)
     torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64))
 
     old, logp, count = torch.full((8,), -2.0, dtype=torch.float64), leaf(np.full(8, -1.9)), len(expected)
@@ -162,7 +159,7 @@ def test_the_correction_has_no_gradient_and_leaves_the_kl_alone():
     sampler = [-1.2, -0.1, -5.0]
     logp = leaf([-1.0, -0.5, -2.0])
     batch = batch_of([1.0, -1.0, 0.5], sampler=sampler, reference=[-1.1, -0.7, -1.0])
-    weight = correction_weights(logp.detach() - torch.tensor(sampler), "truncate", 2.0)
+    weight = weights_of(logp.detach() - torch.tensor(sampler), correction="truncate")
     gradient = torch.autograd.grad(loss_of(logp, batch, correction="truncate")[0], logp)[0]
     torch.testing.assert_close(gradient, -weight * batch.advantage)  # old is None: also not through log w
     kl = [
@@ -175,14 +172,41 @@ def test_the_correction_has_no_gradient_and_leaves_the_kl_alone():
     torch.testing.assert_close(kl[0], kl[2], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # Rows with token weights (2, 2, 0.5) and (1.02, 0.98): products 2 and 0.9996, geometric means 1.26 and 0.9998.
+        ({"correction": "truncate", "correction_level": "sequence"}, [2, 2, 2, 0.9996, 0.9996]),
+        (
+            {"correction": "truncate", "correction_level": "sequence", "correction_high": 1.5},
+            [1.5] * 3 + [0.9996] * 2,
+        ),
+        (
+            {"correction": "mask", "correction_level": "sequence", "correction_high": 1.5},
+            [0] * 3 + [0.9996] * 2,
+        ),
+        ({"correction": "mask", "correction_level": "sequence", "correction_low": 1.0}, [2, 2, 2, 0, 0]),
+        ({"correction": "truncate", "correction_level": "geometric"}, [2 ** (1 / 3)] * 3 + [0.9996**0.5] * 2),
+        ({"correction": "mask", "correction_level": "geometric"}, [0] * 3 + [0.9996**0.5] * 2),
+        ({"correction": "mask", "correction_low": 0.6}, [2, 2, 0, 1.02, 0.98]),
+    ],
+)
+def test_correction_over_whole_completions(options, expected):
+    log_weight = torch.tensor([2, 2, 0.5, 1.02, 0.98], dtype=torch.float64).log()
+    weight = weights_of(log_weight, row=[3, 3, 3, 5, 5], **options)
+    torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64))
+
+
 # The KL to the reference
 
 
-def test_golden_k3():
+def test_golden_kl():
     logp, batch = golden("token")
     assert batch.old is not None
-    k3, _ = kl_terms(logp, batch.old, torch.ones_like(logp))
-    assert k3.mean().item() == pytest.approx(0.0345344, abs=5e-8)
+    golden_values: dict[KlEstimator, float] = {"k1": 0.02, "k2": 0.03525, "k3": 0.0345344}
+    for estimator, expected in golden_values.items():
+        value, _ = kl_term(logp, batch.old, torch.ones_like(logp), estimator, live_ratio=True)
+        assert value.mean().item() == pytest.approx(expected, abs=5e-8)
     batch = replace(batch, reference=batch.old, advantage=torch.zeros(10))
     loss, stats = loss_of(logp, replace(batch, old=None), beta=0.5)
     assert loss.item() == pytest.approx(0.5 * 0.0345344, abs=5e-8)
@@ -191,29 +215,90 @@ def test_golden_k3():
 
 
 @pytest.mark.parametrize("off_policy", [False, True])
-def test_the_kl_term_has_value_and_gradient_of_the_reverse_kl(off_policy):
-    """Five outcomes, every expectation enumerated: an outcome weighs as much as the old policy samples it."""
-    generator = torch.Generator().manual_seed(1)
-    logits, old_logits, reference_logits = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-    logits.requires_grad_()
-    logp, reference = logits.log_softmax(0), reference_logits.log_softmax(0)
-    old = old_logits.log_softmax(0) if off_policy else logp.detach()
-    kl = (logp.exp() * (logp - reference)).sum()
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_with_the_live_ratio_the_gradient_is_that_of_the_estimators_expectation(estimator, off_policy):
+    """Five outcomes, every expectation enumerated: an outcome weighs as much as the old policy samples it.
+
+    k1 and k3 have the expectation KL(policy || reference), so their gradients must be its gradient."""
+    logits, logp, old, reference = five_outcomes(off_policy)
+    k = logp - reference
+    formula = {"k1": k, "k2": 0.5 * k**2, "k3": torch.exp(-k) - 1 + k}[estimator]
+    expectation = (logp.exp() * formula).sum()
+    if estimator != "k2":
+        kl = (logp.exp() * k).sum()
+        torch.testing.assert_close(expectation, kl, rtol=0, atol=1e-14)
 
     batch = batch_of(np.zeros(5), weight=old.exp(), old=old, reference=reference)
-    loss, _ = loss_of(logp, batch, beta=1.0)
-    assert loss.item() == pytest.approx(kl.item(), abs=1e-12)
-    (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    loss, _ = loss_of(logp, batch, beta=1.0, kl=estimator, kl_ratio=True)
+    assert loss.item() == pytest.approx(expectation.item(), abs=1e-12)
+    expected = torch.autograd.grad(expectation, logits, retain_graph=True)[0]
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected, rtol=0, atol=1e-12)
 
 
-def test_the_kl_gradient_is_the_derivative_of_ratio_times_k3():
-    logp, reference = leaf([-1.0, -0.2, -4.0]), torch.tensor([-1.5, -2.0, -0.5])
-    ratio = (logp - torch.tensor([-1.1, -0.1, -3.5])).exp()
+def five_outcomes(off_policy):
+    """logits (a leaf) and the log-probs of policy, old policy and reference."""
+    generator = torch.Generator().manual_seed(1)
+    logits, old_logits, reference_logits = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    logp = logits.log_softmax(0)
+    old = old_logits.log_softmax(0) if off_policy else logp.detach()
+    return logits, logp, old, reference_logits.log_softmax(0)
+
+
+def test_without_the_ratio_k2_is_right_on_policy_and_k3_is_that_of_the_other_kl():
+    logits, logp, old, reference = five_outcomes(off_policy=False)
+    batch = batch_of(np.zeros(5), weight=old.exp(), old=old, reference=reference)
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    k2, _ = loss_of(logp, batch, beta=1.0, kl="k2")
+    torch.testing.assert_close(gradient(k2), gradient((logp.exp() * (logp - reference)).sum()))
+    k3, _ = loss_of(logp, batch, beta=1.0, kl="k3", kl_ratio=False)
+    other = (
+        reference.exp() * (reference - logp)
+    ).sum()  # KL(reference || policy), whose gradient is p - p_ref
+    torch.testing.assert_close(gradient(k3), gradient(other))
+
+
+@pytest.mark.parametrize("live_ratio", [True, False])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_written_kl_gradients_are_the_derivatives(estimator, live_ratio):
+    logp, reference = leaf([-1.0, -0.2, -4.0]), torch.tensor([-1.5, -2.0, -0.5], dtype=torch.float64)
+    ratio = (logp - torch.tensor([-1.1, -0.1, -3.5], dtype=torch.float64)).exp()
     k = logp - reference
-    expected = torch.autograd.grad((ratio * (torch.exp(-k) - 1 + k)).sum(), logp, retain_graph=True)[0]
-    _, pull = kl_terms(logp, reference, ratio)
-    torch.testing.assert_close(torch.autograd.grad(pull.sum(), logp)[0], expected)
+    formula = {"k1": k, "k2": 0.5 * k**2, "k3": torch.exp(-k) - 1 + k}[estimator]
+    plain = (ratio * formula if live_ratio else formula).sum()
+    expected = torch.autograd.grad(plain, logp, retain_graph=True)[0]
+    value, term = kl_term(logp, reference, ratio, estimator, live_ratio=live_ratio)
+    assert not value.requires_grad
+    torch.testing.assert_close(term.sum(), plain)
+    torch.testing.assert_close(torch.autograd.grad(term.sum(), logp)[0], expected)
+
+
+def test_k1_in_the_loss_has_no_gradient_on_average_which_is_why_it_is_refused():
+    logits, logp, old, reference = five_outcomes(off_policy=False)
+    _, term = kl_term(logp, reference, torch.ones_like(logp), "k1", live_ratio=False)
+    gradient = torch.autograd.grad((old.exp() * term).sum(), logits)[0]
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-15)
+
+
+# Entropy
+
+
+def test_the_entropy_term_has_the_weights_of_the_loss_and_its_own_gradient():
+    logits = leaf(np.random.default_rng(0).normal(size=(3, 7)))
+    logp_all = logits.log_softmax(-1)
+    entropy = -(logp_all.exp() * logp_all).sum(-1)
+    weight = torch.tensor([0.5, 0.25, 0.125], dtype=torch.float64)
+    loss, stats = loss_of(logp_all[:, 0], batch_of(np.zeros(3), weight=weight), entropy, bonus=0.3)
+    expected = -0.3 * (weight * entropy).sum()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-15)
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+    assert stats.finish()["loss/entropy"] == loss.item()
+    with pytest.raises(ValueError, match="needs the entropies"):
+        loss_of(logp_all[:, 0], batch_of(np.zeros(3)), bonus=0.3)
 
 
 # Supervised fine-tuning
@@ -327,7 +412,11 @@ def test_metrics_of_the_sampler_are_raw():
     assert metrics["sampler/logp_diff"] == pytest.approx(weight.log().abs().mean().item())
     assert metrics["sampler/logp_diff_max"] == pytest.approx(math.log(20))
     assert metrics["sampler/outside"] == 0.5
-    assert metrics["sampler/above_cap"] == 0.25
+    assert metrics["sampler/kl"] == pytest.approx(-weight.log().mean().item())
+    assert metrics["sampler/weight"] == pytest.approx(1.5)
+    assert metrics["sampler/weight_max"] == pytest.approx(3.95)
+    assert metrics["sampler/applied"] == pytest.approx((0.05 + 0.95 + 1.05 + 2.0) / 4)
+    assert metrics["sampler/masked"] == 0
     assert metrics["sampler/ess"] == pytest.approx(6.0**2 / (4 * (weight**2).sum().item()))
 
 
@@ -359,32 +448,3 @@ def test_missing_columns_are_refused():
         loss_of(leaf([-1.0]), batch_of([1.0]), correction="truncate")
     with pytest.raises(ValueError, match="needs the reference's log-probs"):
         loss_of(leaf([-1.0]), batch_of([1.0]), beta=0.1)
-
-
-# In words
-
-
-def test_explain_names_formula_and_denominator():
-    text = explain(ObjectiveSection(), max_new_tokens=64)
-    assert "-c * min(r * A, clip(r, 0.8, 1.28) * A)" in text and "N_t: all trained tokens" in text
-    assert "(R - mean of the group) / (std of the group + eps), std unbiased" in text and "eps 1e-06" in text
-    assert "at most 2" in text and "the reference is never computed" in text and "nothing is clipped" in text
-    section = ObjectiveSection(
-        advantage="rloo",
-        aggregation="constant",
-        beta=0.04,
-        correction="mask",
-        correction_cap=4.0,
-        truncated="mask",
-        updates_per_rollout=2,
-    )
-    text = explain(section, max_new_tokens=64)
-    assert "N_s * 64" in text and "+ 0.04 * r * k3" in text and "mean of the other rewards" in text
-    assert (
-        "0 outside [0.25, 4]" in text
-        and "max_new_tokens cut off" in text
-        and "nothing is clipped" not in text
-    )
-    plain = explain(ObjectiveSection(aggregation="sequence", correction="none"), max_new_tokens=64)
-    assert "[-min(" in plain and "N_s * T" in plain
-    assert "cross-entropy" in SFT_OBJECTIVE

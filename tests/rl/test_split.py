@@ -6,6 +6,7 @@ wrong prefix, position or source.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from covey.policies.policy import Batch
 from covey.rl.batch import pack, pack_documents, split
-from covey.rl.objectives import Correction, Stats, grpo_loss, sft_loss
+from covey.rl.objective_config import Loss, ObjectiveSection
+from covey.rl.objectives import policy_objective, sft_loss
+from covey.rl.stats import Stats
 from covey.rollout.engine import Completion, Finish, Group, Prompt
 
 VOCABULARY = 12
@@ -90,10 +93,8 @@ class Toy(torch.nn.Module):
         return total, torch.cat([g.flatten() for g in grads]), stats
 
 
-def ppo(logp: Tensor, batch: Batch, beta: float = 0.1, correction: Correction = "truncate"):
-    return grpo_loss(
-        logp, batch, clip_low=0.2, clip_high=0.28, beta=beta, correction=correction, correction_cap=2.0
-    )
+def ppo(logp: Tensor, batch: Batch, **options):
+    return policy_objective(logp, batch, ObjectiveSection.model_validate({"beta": 0.1} | options))
 
 
 def with_old(batch: Batch) -> Batch:
@@ -227,27 +228,46 @@ def steps(draw) -> tuple[list[Group], np.ndarray, np.ndarray]:
 
 options = st.fixed_dictionaries(
     {
-        "aggregation": st.sampled_from(["token", "sequence", "constant"]),
+        "aggregation": st.sampled_from(["token", "sequence", "constant", "prompt"]),
         "truncated": st.sampled_from(["keep", "mask"]),
         "skip_zero": st.booleans(),
+        "count_zero_advantage": st.booleans(),
     }
+)
+sections = st.builds(
+    ObjectiveSection,
+    loss=st.sampled_from(sorted(set(get_args(Loss)) - {"luspo", "vespo"})),
+    beta=st.just(0.1),
+    kl=st.sampled_from(["k1", "k2", "k3"]),
+    correction=st.sampled_from(["truncate", "mask"]),
+    correction_level=st.sampled_from(["token", "sequence", "geometric"]),
+) | st.sampled_from(
+    [
+        ObjectiveSection(loss="luspo", aggregation="sequence", beta=0.1),
+        ObjectiveSection(loss="vespo", correction="none", beta=0.1),
+    ]
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(steps(), options, st.integers(1, 60))
-def test_no_split_changes_the_gradient(step, options, budget):
-    """Against unpacked rows too: every completion behind its own copy of the prompt, nothing left out."""
+@settings(max_examples=150, deadline=None)
+@given(steps(), options, sections, st.integers(1, 60))
+def test_no_split_changes_the_gradient(step, options, section, budget):
+    """Every loss, correction and KL. Against unpacked rows too: every completion behind its own copy of the prompt,
+    nothing left out."""
     batch = with_old(pack_all(*step, **options))
+
+    def loss(logp: Tensor, part: Batch):
+        return policy_objective(logp, part, section)
+
     parts, toy = split(batch, budget), Toy()
     for part in parts:
         own = sum(end - start for start, end, _, prefix_end in part.segments.tolist() if prefix_end)
         rows = part.row.unique()
         assert len(part.input_ids) <= budget or len(rows) == 1 or own == 0
-    whole, gradient, stats = toy.gradient([batch])
+    whole, gradient, stats = toy.gradient([batch], loss)
     for pieces in (parts, parts[::-1], unshared(step[0], batch)):
-        loss, other, other_stats = toy.gradient(pieces)
-        assert loss == pytest.approx(whole, abs=1e-10)
+        value, other, other_stats = toy.gradient(pieces, loss)
+        assert value == pytest.approx(whole, abs=1e-10)
         torch.testing.assert_close(other, gradient, rtol=0, atol=1e-10)
         if len(batch.source):
             assert other_stats.finish() == pytest.approx(stats.finish(), abs=1e-10)
@@ -275,7 +295,7 @@ def unshared(groups: Sequence[Group], batch: Batch) -> list[Batch]:
     return pieces
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant", "prompt"])
 def test_order_of_rows_and_groups_does_not_matter(aggregation):
     groups, advantage = four_rows()
     swapped = [replace(g, completions=g.completions[::-1]) for g in groups[::-1]]
