@@ -4,7 +4,8 @@
     p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 (Loshchilov & Hutter, algorithm 2). The gradient g is first multiplied by max_grad_norm / |g|
-if its global norm |g| is larger than max_grad_norm.
+if its global norm |g| is larger than max_grad_norm. On a GPU one kernel does all of it (kernels/adamw.py), elsewhere
+torch's fused AdamW; both keep the same state.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.kernels.adamw import Buffer, adamw, uses_kernel
 from covey.rl.config import OptimSection
 
 # Elements whose squares are summed at a time: the float64 copy of a chunk takes 32 MiB, that of an adapter
@@ -44,14 +46,19 @@ def global_norm(tensors: Sequence[Tensor]) -> float:
 
 
 class FlatAdamW:
-    """torch's fused AdamW on flat master buffers whose gradients are accumulated in place.
+    """AdamW on flat master buffers whose gradients are accumulated in place.
 
     params: leaf tensors, float32 (or float64); each gets a `grad` of zeros that lives as long as it does.
+    shadow: for each of params a copy in another dtype, of the same shape, that every update rewrites.
     """
 
-    def __init__(self, params: Sequence[Tensor], section: OptimSection) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], section: OptimSection, shadow: Sequence[Tensor] | None = None
+    ) -> None:
         assert params and all(p.is_leaf and p.dtype in (torch.float32, torch.float64) for p in params)
+        assert shadow is None or [s.shape for s in shadow] == [p.shape for p in params]
         self.params = list(params)
+        self.shadow: Sequence[Tensor | None] = [None] * len(self.params) if shadow is None else list(shadow)
         self.section = section
         self.skipped = 0  # steps that were left out because a gradient was not finite
         self.updates = 0  # calls of `step` in this process: tells whether weights may have changed
@@ -72,25 +79,60 @@ class FlatAdamW:
         for grad in self._grads():
             grad.zero_()
 
-    def step(self, step_index: int, total_steps: int) -> dict[str, float]:
+    def step(self, step_index: int, total_steps: int, *, zero_grad: bool = False) -> dict[str, float]:
         """Clip, update, and say what was done. `grad/norm` is that before clipping.
 
         A gradient that is not finite changes neither weights nor moments; `grad/skipped` counts these steps.
+        zero_grad: as if zero_grad() were called afterwards; on a GPU, in the same pass over the memory.
         """
         rate = learning_rate(self.section, step_index, total_steps)
         self.updates += 1
+        if uses_kernel(self.params, self.shadow):
+            norm = self._step_kernel(rate, zero_grad)
+        else:
+            norm = self._step_torch(rate)
+            if zero_grad:
+                self.zero_grad()
+        self.skipped += not math.isfinite(norm)
+        return {"grad/norm": norm, "grad/skipped": self.skipped, "optim/lr": rate}
+
+    def _step_kernel(self, rate: float, zero_grad: bool) -> float:
+        s, buffers = self.section, []
+        for p, grad, shadow in zip(self.params, self._grads(), self.shadow, strict=True):
+            state = self._adamw.state[p]
+            if not state:  # as torch's AdamW begins
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            buffers.append(
+                Buffer(p.detach(), grad, state["exp_avg"], state["exp_avg_sq"], state["step"], shadow)
+            )
+        norm = adamw(
+            buffers,
+            lr=rate,
+            beta1=s.beta1,
+            beta2=s.beta2,
+            eps=s.eps,
+            weight_decay=s.weight_decay,
+            max_grad_norm=s.max_grad_norm,
+            zero_grad=zero_grad,
+        )
+        return norm.item()  # the first time that this waits for the GPU
+
+    def _step_torch(self, rate: float) -> float:
         grads = self._grads()
         norm = global_norm(grads)
-        if math.isfinite(norm):
-            if 0.0 < self.section.max_grad_norm < norm:
-                for grad in grads:
-                    grad.mul_(self.section.max_grad_norm / norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = rate
-            self._adamw.step()
-        else:
-            self.skipped += 1
-        return {"grad/norm": norm, "grad/skipped": self.skipped, "optim/lr": rate}
+        if not math.isfinite(norm):
+            return norm
+        if 0.0 < self.section.max_grad_norm < norm:
+            for grad in grads:
+                grad.mul_(self.section.max_grad_norm / norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        for p, shadow in zip(self.params, self.shadow, strict=True):
+            if shadow is not None:
+                shadow.copy_(p.detach())
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts for a checkpoint; the weights themselves are the policy's to save."""

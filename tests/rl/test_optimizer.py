@@ -8,6 +8,14 @@ from covey.rl.config import OptimSection
 from covey.rl.optimizer import FlatAdamW, global_norm, learning_rate
 
 
+@pytest.fixture(params=["reference", "triton"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """torch's AdamW and ours."""
+    monkeypatch.setenv("COVEY_KERNELS", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("implementation")
 def test_adamw_matches_three_steps_by_hand() -> None:
     section = OptimSection(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-3, weight_decay=0.2, max_grad_norm=0.0)
     start = np.array([1.0, -2.0, 0.5])
@@ -28,6 +36,7 @@ def test_adamw_matches_three_steps_by_hand() -> None:
     np.testing.assert_allclose(weights.detach().numpy(), p, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_clipping_divides_by_the_norm_over_all_buffers() -> None:
     # |(3, 4), (12)| = 13. After the first step without momentum the update shows only the sign, so look at
     # the gradients themselves: clipped to norm 6.5 they are halved.
@@ -41,6 +50,7 @@ def test_clipping_divides_by_the_norm_over_all_buffers() -> None:
     assert a.grad.tolist() == [1.5, 2.0] and b.grad.tolist() == [6.0]
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("limit", [0.0, 13.0, 20.0])
 def test_a_small_gradient_is_not_clipped(limit: float) -> None:
     p = torch.zeros(2, requires_grad=True)
@@ -59,6 +69,7 @@ def test_norm_neither_overflows_nor_loses_small_elements() -> None:
     assert global_norm([torch.ones(n)]) == math.sqrt(n)
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     p = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -79,6 +90,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     assert after.keys() == moments.keys() and all(torch.equal(after[k], moments[k]) for k in after)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_zero_grad_keeps_the_buffer_that_views_add_to() -> None:
     p = torch.zeros(4, requires_grad=True)
     optimizer = FlatAdamW([p], OptimSection())
@@ -98,6 +110,7 @@ def _train(optimizer: FlatAdamW, p: torch.Tensor, steps: range) -> None:
         optimizer.step(i, 5)
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_resume_is_bit_equal(device: str) -> None:
     section = OptimSection(lr=0.05, schedule="cosine", warmup_steps=2, weight_decay=0.01)
@@ -119,6 +132,66 @@ def test_resume_is_bit_equal(device: str) -> None:
     assert torch.equal(second, straight) and torch.equal(first, straight)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("second", ["reference", "triton"])
+@pytest.mark.parametrize("first", ["reference", "triton"])
+def test_a_checkpoint_of_either_implementation_continues_in_the_other(
+    first: str, second: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = OptimSection(lr=0.05, schedule="linear", weight_decay=0.01, max_grad_norm=0.5)
+    start = torch.randn(37, generator=torch.Generator().manual_seed(0)).to(device)
+    expected = start.double().cpu().requires_grad_()
+    monkeypatch.setenv("COVEY_KERNELS", "reference")
+    _train(FlatAdamW([expected], section), expected, range(5))
+
+    monkeypatch.setenv("COVEY_KERNELS", first)
+    p = start.clone().requires_grad_()
+    optimizer = FlatAdamW([p], section)
+    _train(optimizer, p, range(3))
+    saved = optimizer.state_dict()
+    assert list(saved) == ["skipped", "0/step", "0/exp_avg", "0/exp_avg_sq"]
+    assert saved["0/step"].item() == 3 and saved["0/step"].dtype == torch.float32
+
+    monkeypatch.setenv("COVEY_KERNELS", second)
+    resumed = FlatAdamW([p], section)
+    resumed.load_state_dict(saved)
+    _train(resumed, p, range(3, 5))
+    torch.testing.assert_close(p.detach().double().cpu(), expected.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_shadow_follows_the_weights(device: str, dtype: torch.dtype) -> None:
+    p = torch.randn(37).to(device).requires_grad_()
+    shadow = p.detach().to(dtype)
+    optimizer = FlatAdamW([p], OptimSection(lr=0.5), [shadow])
+    _train(optimizer, p, range(2))
+    assert torch.equal(shadow, p.detach().to(dtype))
+    before = shadow.clone()
+    assert p.grad is not None
+    p.grad.fill_(math.nan)
+    optimizer.step(2, 5)
+    assert torch.equal(shadow, before)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("value", [3.0, 1e-3, math.nan])
+def test_a_step_that_zeroes_the_gradient(value: float) -> None:
+    pairs = []
+    for zero_grad in (True, False):
+        p = torch.ones(5, requires_grad=True)
+        optimizer = FlatAdamW([p], OptimSection())
+        buffer = p.grad
+        assert buffer is not None
+        buffer.fill_(value)
+        metrics = optimizer.step(0, 1, zero_grad=zero_grad)
+        assert p.grad is buffer and bool(buffer.any()) != zero_grad
+        pairs.append((p.detach(), metrics["grad/skipped"]))
+    assert torch.equal(pairs[0][0], pairs[1][0]) and pairs[0][1] == pairs[1][1] == math.isnan(value)
+
+
+@pytest.mark.usefixtures("implementation")
 def test_state_before_the_first_step_and_of_other_weights() -> None:
     p, q = torch.zeros(3, requires_grad=True), torch.zeros(4, requires_grad=True)
     optimizer = FlatAdamW([p], OptimSection())
@@ -167,6 +240,7 @@ def test_schedule_without_warm_up_and_with_nothing_but_warm_up() -> None:
     assert learning_rate(OptimSection(lr=1.0, schedule="cosine", warmup_steps=10), 4, 5) == 0.5
 
 
+@pytest.mark.usefixtures("implementation")
 def test_the_update_uses_the_scheduled_rate() -> None:
     # The first AdamW step moves each weight by lr * g / (|g| + eps), that is by the rate.
     p = torch.zeros(1, dtype=torch.float64, requires_grad=True)
