@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from covey.policies.decoder import DecoderPolicy
 from covey.policies.load import load_policy
 from covey.policies.locate import locate_model
 from covey.policies.policy import Batch
-from covey.rl.batch import pack, pack_documents, to_device
+from covey.rl.batch import pack, pack_documents, split, to_device
 from covey.rl.config import ObjectiveSection, OptimSection
 from covey.rl.objectives import policy_objective, sft_loss
 from covey.rl.optimizer import FlatAdamW
@@ -79,33 +79,41 @@ def measure(run: Callable[[], None], reps: int, device: torch.device) -> tuple[f
     return statistics.median(times) * 1e3, peak
 
 
-def work(policy: DecoderPolicy, spec: str, vocab: int) -> tuple[Callable[[], None], int]:
+def passes(batch: Batch, tokens_per_pass: int, policy: DecoderPolicy) -> list[Batch]:
+    return [to_device(part, policy.device) for part in split(batch, tokens_per_pass)]
+
+
+def work(
+    policy: DecoderPolicy, spec: str, vocab: int, tokens_per_pass: int = 1 << 30
+) -> tuple[Callable[[], None], int]:
     """(what to run, tokens it stands for)."""
     kind, _, sizes = spec.partition(":")
     first, _, rest = sizes.partition("x")
     if kind == "sft":
-        batch = to_device(sft_batch(int(first), int(rest), vocab), policy.device)
+        parts = passes(sft_batch(int(first), int(rest), vocab), tokens_per_pass, policy)
         optimizer = FlatAdamW(policy.parameters(), OptimSection())
 
         def step() -> None:
-            sft_loss(policy.logprobs(batch).logp, batch)[0].backward()
+            for batch in parts:
+                sft_loss(policy.logprobs(batch).logp, batch)[0].backward()
             optimizer.step(0, 1)
             optimizer.zero_grad()
 
         return step, int(first) * int(rest)
     prompt, new = (int(n) for n in rest.split("+"))
-    batch = to_device(grpo_batch(int(first), prompt, new, vocab), policy.device)
+    parts = passes(grpo_batch(int(first), prompt, new, vocab), tokens_per_pass, policy)
     if kind == "logp":
 
         def step() -> None:
             with torch.no_grad():
-                policy.logprobs(batch)
+                for batch in parts:
+                    policy.logprobs(batch)
 
     else:
-        batch = replace(batch, old=None)
 
         def step() -> None:
-            policy_objective(policy.logprobs(batch).logp, batch, ObjectiveSection())[0].backward()
+            for batch in parts:
+                policy_objective(policy.logprobs(batch).logp, batch, ObjectiveSection())[0].backward()
             policy.zero_grad()
 
     return step, int(first) * (prompt + new)
@@ -120,6 +128,10 @@ def main() -> None:
     parser.add_argument("--work", nargs="+", default=["sft:4x2048", "grpo:8x512+1024", "logp:8x512+1024"])
     parser.add_argument("--method", default="qlora", choices=["qlora", "lora"])
     parser.add_argument("--memory", nargs="+", default=["fast", "lean"], choices=["fast", "lean", "auto"])
+    parser.add_argument(
+        "--attention", choices=["flash", "triton", "cudnn"], help="instead of the policy's choice"
+    )
+    parser.add_argument("--tokens-per-pass", type=int, default=1 << 30, help="default: all at once")
     parser.add_argument("--reps", type=int, default=10)
     parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "covey-shapes")
     args = parser.parse_args()
@@ -131,10 +143,11 @@ def main() -> None:
     for memory in args.memory:
         started = time.perf_counter()
         policy = load_policy(folder, method=args.method, memory=memory)
+        policy.attention_kind = args.attention or policy.attention_kind
         held = torch.cuda.memory_allocated() / 2**30 if policy.device.type == "cuda" else float("nan")
         loading = time.perf_counter() - started
         for spec in args.work:
-            run, tokens = work(policy, spec, policy.spec.vocab_size)
+            run, tokens = work(policy, spec, policy.spec.vocab_size, args.tokens_per_pass)
             ms, peak = measure(run, args.reps, policy.device)
             print(
                 f"{name:<16}{spec:<20}{memory:<8}{ms:>10.1f}{tokens / ms * 1e3:>12,.0f}{peak:>10.2f}{held:>13.2f}",

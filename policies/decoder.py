@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.kernels.attention import AttentionPlan, attention_plan, uses_flash
+from covey.kernels.attention import AttentionPlan, Kind, attention_plan, pick_kind
 from covey.kernels.head import head_logits, selected_logprobs_backward, selected_logprobs_forward
-from covey.kernels.lora_linear import LoraGroup
+from covey.kernels.lora_linear import LoraGroup, adapter_places
 from covey.kernels.rmsnorm import rmsnorm, rmsnorm_backward
 from covey.kernels.rope import rope_tables
 from covey.policies.adapter import Adapter
+from covey.policies.host_store import HostStore
 from covey.policies.layer import DecoderLayer, LayerFunction, Pass, Rope
 from covey.policies.policy import Batch, Scored
 from covey.policies.spec import ModelSpec
@@ -48,21 +49,27 @@ class DecoderPolicy:
         self.device, self.dtype = embedding_VH.device, embedding_VH.dtype
         self.keep_activations = keep_activations
         self._lora: dict[str, LoraGroup] = adapter.groups
+        self._places: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by adapter
         self._inv_freq = spec.inv_freq.to(self.device)
+        self.attention_kind: Kind = pick_kind(self.device, self.dtype, spec.head_dim)
+        parks = self.device.type == "cuda" and not keep_activations
+        self._stream = torch.cuda.Stream(self.device) if parks else None
 
     # What the trainer uses
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, entropy_gradient: bool = False) -> Scored:
         """Log-probs [M] in float32 (float64 for a float64 policy), differentiable; entropies [M] too if asked."""
-        self.adapter.refresh()
+        self.refresh()
         hidden = self.embed(batch.input_ids)
-        hidden.requires_grad_(torch.is_grad_enabled() and self._lora is self.adapter.groups)
+        trains = torch.is_grad_enabled() and self._lora is self.adapter.groups
+        hidden.requires_grad_(trains)
         now = Pass(
             self.rope(batch.positions),
             self.plan(batch.segments),
             self._lora,
             self.adapter.scale,
             self.keep_activations,
+            HostStore(self._stream) if trains and self._stream is not None else None,
         )
         for layer in self.layers:
             hidden = LayerFunction.apply(hidden, layer, now)
@@ -80,6 +87,26 @@ class DecoderPolicy:
                 yield
         finally:
             self._lora = self.adapter.groups
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Brings what is computed with up to date with the adapter's master copy."""
+        self.adapter.refresh()
+        key = id(self._lora)
+        if key not in self._places:
+            self._places[key] = self._adapter_places()
+        if places := self._places[key]:
+            torch._foreach_copy_([where for where, _ in places], [what for _, what in places])
+
+    def _adapter_places(self) -> list[tuple[Tensor, Tensor]]:
+        """Where the matrices that are held want the present adapter."""
+        return [
+            place
+            for layer in self.layers
+            for group in layer.groups.values()
+            if group.held is not None and group.key in self._lora
+            for place in adapter_places(group.held, self._lora[group.key])
+        ]
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.adapter.weights()
@@ -102,8 +129,7 @@ class DecoderPolicy:
     # What the in-process engine uses, step by step
 
     def plan(self, segments_S4: Tensor) -> AttentionPlan:
-        flash = uses_flash(self.device, self.dtype, self.spec.head_dim)
-        return attention_plan(segments_S4, self.device, flash=flash)
+        return attention_plan(segments_S4, self.device, kind=self.attention_kind)
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Hidden states [T, H]."""
@@ -130,7 +156,7 @@ class DecoderPolicy:
     def forward_logits(self, ids: list[int]) -> Tensor:
         """Logits [T, V] of one sequence: the plain forward pass, for tests and curious people."""
         with torch.no_grad():
-            self.adapter.refresh()
+            self.refresh()
             length = len(ids)
             positions = torch.arange(length, device=self.device)
             plan = self.plan(torch.tensor([[0, length, 0, 0]], dtype=torch.int32))

@@ -7,12 +7,13 @@ Axes: T tokens of a packed batch, H hidden size, n query heads, m key-value head
 
 Q, K, V, O, G, U, D are frozen linears with LoRA, stacked where they share an input (policies/linear.py). The backward
 returns dx and adds the adapter's gradients straight into its flat gradient buffer; frozen weights get none, and below
-the first layer nothing is propagated. It keeps only what it reads (norm outputs and the activation are computed again,
-they are cheap), writes gradients over activations that are not needed any more, and in the `lean` mode it keeps the
-layer's input alone and runs the layer once more, except for the last product, whose result nothing reads.
+the first layer nothing is propagated. It keeps only what it reads (the activation is computed again, it is cheap),
+writes gradients over activations that are not needed any more, and in the `lean` mode it keeps the layer's input alone
+(on a GPU in host memory, policies/host_store.py) and runs the layer once more, except for the last product, whose
+result nothing reads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +22,18 @@ from torch.autograd.function import once_differentiable
 
 from covey.kernels.attention import AttentionPlan, attention, attention_backward
 from covey.kernels.gated_mlp import gated, gated_backward
-from covey.kernels.lora_linear import LoraGroup, lora_linear, lora_linear_backward
-from covey.kernels.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_apply, rmsnorm_backward
+from covey.kernels.lora_linear import (
+    LoraGroup,
+    adapter_gradients,
+    attach_gradient,
+    attach_input,
+    input_gradient,
+    linear,
+    wide,
+)
+from covey.kernels.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_backward
 from covey.kernels.rope import pack_qkv_grad, rope_inplace
+from covey.policies.host_store import HostStore
 from covey.policies.linear import LinearGroup
 from covey.policies.spec import ModelSpec
 
@@ -39,20 +49,24 @@ class Pass:
     lora: dict[str, LoraGroup]  # by group, for example layers.0.qkv; empty: adapter off
     lora_scale: float
     keep: bool  # keep activations for the backward; otherwise the backward computes them again
+    store: HostStore | None = None  # where the layers' inputs wait meanwhile; None: where they are
+    room: dict[str, Tensor] = field(default_factory=dict)  # the buffer in which the newest dx lies
 
 
 @dataclass(slots=True)
 class Kept:
-    """Activations that the backward reads. It writes over `gate_up`."""
+    """Activations that the backward reads, and writes over. n1, attn and n2 as x+ of kernels/lora_linear.py."""
 
+    n1: Tensor  # [T, H + P]
     rstd1: Tensor
     qkv: Tensor  # [T, (n + 2 m) d], q and k rotated
-    attn: Tensor  # [T, n, d]
+    attn: Tensor  # [T, n d + P]
     lse: Tensor
     h: Tensor
+    n2: Tensor  # [T, H + P]
     rstd2: Tensor
-    gate_up: Tensor  # [T, 2 F]
-    z: dict[str, Tensor | None]  # x A^T of every group
+    gate_up: Tensor  # [T, 2 F + P]; the last columns are room for its gradient's
+    z_down: Tensor | None = None  # [T, R], the attached columns of the activation
 
 
 class DecoderLayer:
@@ -65,12 +79,12 @@ class DecoderLayer:
         norm2_H: Tensor,
         groups: dict[str, LinearGroup],
         *,
-        first: bool,
+        index: int,
     ):
         self.spec = spec
         self.norm1, self.norm2 = norm1_H, norm2_H
         self.groups = groups  # qkv, o, gate_up, down
-        self.first = first
+        self.index = index  # the first is 0
 
     def heads(self, qkv_TN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, n, d], k and v [T, m, d] as views."""
@@ -79,95 +93,144 @@ class DecoderLayer:
         q, k, v = rows.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
         return q, k, v
 
+    def room_for(
+        self, name: str, tokens: int, like: Tensor, lora: dict[str, LoraGroup]
+    ) -> tuple[Tensor, Tensor]:
+        """An empty x+ of a group and its first K columns as a view; without an adapter both are [T, K]."""
+        group = self.groups[name]
+        x_wide = wide(tokens, group.k, group.padding if group.key in lora else 0, like)
+        return x_wide, x_wide[:, : group.k]
+
+    def project(
+        self, name: str, x_wide: Tensor, lora: dict[str, LoraGroup], scale: float, out: Tensor | None = None
+    ) -> Tensor:
+        """y [T, N] of an x+ whose first K columns are filled."""
+        group = self.groups[name]
+        adapter = lora.get(group.key)
+        if adapter is not None:
+            attach_input(x_wide, adapter, scale)
+        return linear(x_wide, group.matrix(adapter), group.n, group.bias, out)
+
     def qkv(
         self, x_TH: Tensor, tables: Rope, lora: dict[str, LoraGroup], scale: float
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """qkv [T, (n + 2 m) d] with rope applied, rstd1, z."""
-        n1, rstd1 = rmsnorm(x_TH, self.norm1, self.spec.norm_eps)
-        qkv, z = self._apply("qkv", n1, lora, scale)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (n + 2 m) d] with rope applied, n1+, rstd1."""
+        n1_wide, n1 = self.room_for("qkv", len(x_TH), x_TH, lora)
+        _, rstd1 = rmsnorm(x_TH, self.norm1, self.spec.norm_eps, out=n1)
+        qkv = self.project("qkv", n1_wide, lora, scale)
         q, k, _ = self.heads(qkv)
         rope_inplace(q, k, *tables)
-        return qkv, rstd1, z
+        return qkv, n1_wide, rstd1
+
+    def attend_room(self, qkv_TN: Tensor, lora: dict[str, LoraGroup]) -> tuple[Tensor, Tensor]:
+        """An empty attn+ and the attention's output [T, n, d] in it."""
+        s = self.spec
+        attn_wide, attn = self.room_for("o", len(qkv_TN), qkv_TN, lora)
+        return attn_wide, attn.unflatten(1, (s.num_heads, s.head_dim))
 
     def middle(
-        self, x_TH: Tensor, attn_Tnd: Tensor, lora: dict[str, LoraGroup], scale: float
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
-        """From the attention's output to gate_up [T, 2 F]: h, rstd2, gate_up, and z by group."""
-        o, zo = self._apply("o", attn_Tnd.flatten(1), lora, scale)
-        h, n2, rstd2 = add_rmsnorm(o, x_TH, self.norm2, self.spec.norm_eps, inplace=True)
-        gate_up, zg = self._apply("gate_up", n2, lora, scale)
-        return h, rstd2, gate_up, {"o": zo, "gate_up": zg}
+        self, x_TH: Tensor, attn_wide: Tensor, lora: dict[str, LoraGroup], scale: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From the attention's output to gate_up: h, n2+, rstd2, gate_up [T, 2 F + P]."""
+        tokens, group = len(x_TH), self.groups["gate_up"]
+        o = self.project("o", attn_wide, lora, scale)
+        n2_wide, n2 = self.room_for("gate_up", tokens, x_TH, lora)
+        h, _, rstd2 = add_rmsnorm(o, x_TH, self.norm2, self.spec.norm_eps, out=n2, inplace=True)
+        gate_up = wide(tokens, group.n, group.padding if group.key in lora else 0, x_TH)
+        self.project("gate_up", n2_wide, lora, scale, out=gate_up[:, : group.n])
+        return h, n2_wide, rstd2, gate_up
 
     def end(
         self, h_TH: Tensor, gate_up: Tensor, lora: dict[str, LoraGroup], scale: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """out [T, H], and z of the down projection."""
-        gate, up = gate_up.chunk(2, dim=1)
-        down, z = self._apply("down", gated(gate, up), lora, scale)
-        return down.add_(h_TH), z
+    ) -> tuple[Tensor, Tensor]:
+        """out [T, H], and the attached columns of the activation."""
+        act_wide, act = self.room_for("down", len(h_TH), h_TH, lora)
+        gated(*self._halves(gate_up), out=act)
+        out = self.project("down", act_wide, lora, scale)
+        return out.add_(h_TH), act_wide[:, self.groups["down"].k :]
+
+    def _halves(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        size = self.groups["down"].k
+        return gate_up[:, :size], gate_up[:, size : 2 * size]
 
     def finish(self, x_TH: Tensor, attn_Tnd: Tensor, lora: dict[str, LoraGroup], scale: float) -> Tensor:
         """The rest of the layer once its attention is known, for sampling."""
-        h, _, gate_up, _ = self.middle(x_TH, attn_Tnd, lora, scale)
+        attn_wide, attn = self.room_for("o", len(x_TH), x_TH, lora)
+        attn.copy_(attn_Tnd.flatten(1))
+        h, _, _, gate_up = self.middle(x_TH, attn_wide, lora, scale)
         return self.end(h, gate_up, lora, scale)[0]
 
     def forward(self, x_TH: Tensor, now: Pass, *, end: bool = True) -> tuple[Tensor | None, Kept]:
         """out [T, H] (None without `end`: only what the backward reads is computed) and the activations."""
         lora, scale = now.lora, now.lora_scale
-        qkv, rstd1, zq = self.qkv(x_TH, now.rope, lora, scale)
-        attn, lse = attention(*self.heads(qkv), now.plan, self.spec.attention_scale)
-        h, rstd2, gate_up, z = self.middle(x_TH, attn, lora, scale)
-        z["qkv"] = zq
+        qkv, n1, rstd1 = self.qkv(x_TH, now.rope, lora, scale)
+        attn_wide, attn = self.attend_room(qkv, lora)
+        _, lse = attention(*self.heads(qkv), now.plan, self.spec.attention_scale, out=attn)
+        h, n2, rstd2, gate_up = self.middle(x_TH, attn_wide, lora, scale)
+        kept = Kept(n1, rstd1, qkv, attn_wide, lse, h, n2, rstd2, gate_up)
         out = None
         if end:
-            out, z["down"] = self.end(h, gate_up, lora, scale)
-        return out, Kept(rstd1, qkv, attn, lse, h, rstd2, gate_up, z)
+            out, z_down = self.end(h, gate_up, lora, scale)
+            kept.z_down = z_down.contiguous()  # a copy: the activation itself is not kept
+        return out, kept
 
     def backward(self, dout_TH: Tensor, x_TH: Tensor, kept: Kept, now: Pass) -> Tensor | None:
         """dx [T, H], or None in the first layer."""
-        dgate_up = self._mlp_backward(dout_TH, kept, now)
-        n2 = rmsnorm_apply(kept.h, self.norm2, kept.rstd2)
-        dn2 = self._back("gate_up", dgate_up, n2, kept, now)
-        dh = rmsnorm_backward(dn2, kept.h, self.norm2, kept.rstd2, residual=dout_TH, out=dn2)
+        groups, tokens = self.groups, len(x_TH)
+        self._mlp_backward(dout_TH, kept, now)
+        dn2 = self._back("gate_up", kept.gate_up, kept.n2, now)
+        kept.gate_up = kept.n2 = x_TH[:0]  # the largest activations make room for what follows
+        if now.store is not None:
+            now.store.fetch(self.index - 1)
+        dh_wide, dh = self._gradient_room("o", tokens, x_TH, now)
+        rmsnorm_backward(dn2, kept.h, self.norm2, kept.rstd2, residual=dout_TH, out=dh)
 
-        dattn = self._back("o", dh, kept.attn.flatten(1), kept, now).view_as(kept.attn)
-        heads = self.heads(kept.qkv)
+        shape = (self.spec.num_heads, self.spec.head_dim)
+        dattn = self._back("o", dh_wide, kept.attn, now).unflatten(1, shape)
+        attn = kept.attn[:, : groups["o"].k].unflatten(1, shape)
         scale = self.spec.attention_scale
-        grads = attention_backward(dattn, *heads, kept.attn, kept.lse, now.plan, scale)
-        dqkv = torch.empty_like(kept.qkv)
+        grads = attention_backward(dattn, *self.heads(kept.qkv), attn, kept.lse, now.plan, scale)
+        dqkv, _ = self._gradient_room("qkv", tokens, x_TH, now)
         pack_qkv_grad(*grads, dqkv, *now.rope)
-        n1 = rmsnorm_apply(x_TH, self.norm1, kept.rstd1)
-        dn1 = self._back("qkv", dqkv, n1, kept, now, need_dx=not self.first)
+        dn1 = self._back("qkv", dqkv, kept.n1, now, need_dx=self.index > 0)
         if dn1 is None:
             return None
-        return rmsnorm_backward(dn1, x_TH, self.norm1, kept.rstd1, residual=dh, out=dn1)
+        now.room["dx"], dx = self._gradient_room("down", tokens, x_TH, now)  # the layer below finds it there
+        return rmsnorm_backward(dn1, x_TH, self.norm1, kept.rstd1, residual=dh, out=dx)
 
-    def _mlp_backward(self, dout_TH: Tensor, kept: Kept, now: Pass) -> Tensor:
-        """d gate_up [T, 2 F], written over gate_up."""
-        group, lora = self.groups["down"], now.lora.get(self.groups["down"].key)
-        gate, up = kept.gate_up.chunk(2, dim=1)
-        act, z = gated(gate, up), kept.z.get("down")
-        if lora is not None and z is None:  # the layer was run again without its end
-            z = act @ lora.a.t()
-        dact = lora_linear_backward(dout_TH, act, z, group.matrix(), lora, now.lora_scale)
-        assert dact is not None
-        gated_backward(dact, gate, up, "silu", gate, up)
-        return kept.gate_up
+    def _mlp_backward(self, dout_TH: Tensor, kept: Kept, now: Pass) -> None:
+        """The gradient of gate_up, written over it. The activation is computed again, over its own gradient."""
+        down, adapter = self.groups["down"], now.lora.get(self.groups["down"].key)
+        dout_wide = now.room.pop("dx", None)
+        if dout_wide is None or dout_wide.data_ptr() != dout_TH.data_ptr() or len(dout_wide) != len(dout_TH):
+            dout_wide, dout = self._gradient_room("down", len(dout_TH), dout_TH, now)
+            dout.copy_(dout_TH)
+        if adapter is not None:
+            attach_gradient(dout_wide, down.padding, adapter, now.lora_scale)
+        dact = input_gradient(dout_wide, down.matrix(adapter), down.k)
+        gate, up = self._halves(kept.gate_up)
+        gated_backward(dact, gate, up, "silu", gate, up, h_out=dact)
+        if adapter is not None:
+            z = kept.z_down
+            if z is None:  # the layer was run again without its end
+                z = dact.new_empty(len(dact), adapter.rank)
+                torch.addmm(z, dact, adapter.a.t(), beta=0.0, alpha=now.lora_scale, out=z)
+            adapter_gradients(dact, z, dout_wide, down.padding, adapter)
 
-    def _apply(
-        self, name: str, x_TK: Tensor, lora: dict[str, LoraGroup], scale: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def _gradient_room(self, name: str, tokens: int, like: Tensor, now: Pass) -> tuple[Tensor, Tensor]:
+        """An empty dy+ of a group and its first N columns as a view; without an adapter both are [T, N]."""
         group = self.groups[name]
-        return lora_linear(x_TK, group.matrix(), group.bias, lora.get(group.key), scale)
+        dy_wide = wide(tokens, group.n, group.padding if group.key in now.lora else 0, like)
+        return dy_wide, dy_wide[:, : group.n]
 
-    def _back(
-        self, name: str, dy_TN: Tensor, x_TK: Tensor, kept: Kept, now: Pass, *, need_dx: bool = True
-    ) -> Any:
+    def _back(self, name: str, dy_wide: Tensor, x_wide: Tensor, now: Pass, *, need_dx: bool = True) -> Any:
+        """dx [T, K] of a dy+ whose first N columns are filled, and the adapter's gradients."""
         group = self.groups[name]
-        matrix = group.matrix() if need_dx else None
-        return lora_linear_backward(
-            dy_TN, x_TK, kept.z[name], matrix, now.lora.get(group.key), now.lora_scale
-        )
+        adapter = now.lora.get(group.key)
+        if adapter is not None:
+            attach_gradient(dy_wide, group.padding, adapter, now.lora_scale)
+            adapter_gradients(x_wide[:, : group.k], x_wide[:, group.k :], dy_wide, group.padding, adapter)
+        return input_gradient(dy_wide, group.matrix(adapter), group.k) if need_dx else None
 
 
 class LayerFunction(torch.autograd.Function):
@@ -177,13 +240,17 @@ class LayerFunction(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, layer: DecoderLayer, now: Pass) -> Tensor:
         out, kept = layer.forward(x_TH, now)
         assert out is not None
-        ctx.save_for_backward(x_TH)
         ctx.layer, ctx.now, ctx.kept = layer, now, kept if now.keep else None
+        if now.store is None:
+            ctx.save_for_backward(x_TH)
+        else:
+            now.store.put(layer.index, x_TH)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
+        store = ctx.now.store
+        x = ctx.saved_tensors[0] if store is None else store.take(ctx.layer.index)
         kept, ctx.kept = ctx.kept or ctx.layer.forward(x, ctx.now, end=False)[1], None
         return ctx.layer.backward(dout_TH, x, kept, ctx.now), None, None

@@ -1,6 +1,7 @@
 """The frozen linears of a decoder layer, stacked where they share an input.
 
-A layer has four groups: qkv, o, gate_up and down. N outputs of a group together, K inputs.
+A layer has four groups: qkv, o, gate_up and down. N outputs of a group together, K inputs, P columns and rows for the
+adapters (kernels/lora_linear.py).
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from covey.kernels.lora_linear import LoraGroup, adapter_places, row_stride
 from covey.policies.weight import NF4Weight
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -28,39 +30,57 @@ class Workspace:
         self._buffer: Tensor | None = None
 
     def matrix(self, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < n * k:
+        stride = row_stride(k)
+        if self._buffer is None or self._buffer.numel() < n * stride:
             self._buffer = None  # give the old room back before taking more
-            self._buffer = torch.empty(n * k, dtype=dtype, device=device)
-        return self._buffer[: n * k].view(n, k)
+            self._buffer = torch.empty(n * stride, dtype=dtype, device=device)
+        return self._buffer[: n * stride].view(n, stride)[:, :k]
 
 
 class LinearGroup:
     """Linears with the same input: y = x W^T + b, W [N, K] the rows of all of them.
 
-    Held as one matrix, or, with `quantised`, in NF4 linear by linear and read back before each use.
+    Held as one matrix W+ [N + P, K + P], or, with `quantised`, in NF4 linear by linear and read back before each use.
     """
 
     def __init__(
         self,
         key: str,
         sizes: Sequence[int],
+        inputs: int,
+        padding: int,
         bias_N: Tensor | None,
         *,
-        dense_NK: Tensor | None,
+        matrix: Tensor | None,
         quantised: Sequence[NF4Weight] = (),
         workspace: Workspace | None = None,
     ):
         self.key, self.sizes, self.bias = key, tuple(sizes), bias_N
-        self._dense, self._quantised, self._workspace = dense_NK, tuple(quantised), workspace or Workspace()
-        assert dense_NK is not None or self._quantised, "a group has one matrix or quantised ones"
+        self.n, self.k, self.padding = sum(sizes), inputs, padding
+        self.held = matrix
+        self._quantised, self._workspace = tuple(quantised), workspace or Workspace()
+        assert matrix is not None or self._quantised, "a group has one matrix or quantised ones"
 
-    def matrix(self) -> Tensor:
-        """W [N, K] in the compute dtype; if it had to be read back, only until any group is asked again."""
-        if self._dense is not None:
-            return self._dense
+    def matrix(self, lora: LoraGroup | None) -> Tensor:
+        """W+ with this adapter; valid until any group is asked again if it had to be read back.
+
+        A matrix that is held has the adapter that was last copied to `places`.
+        """
+        if self.held is not None:
+            return self.held
         first = self._quantised[0]
-        n, k = sum(self.sizes), first.shape[1]
-        out = self._workspace.matrix(n, k, first.dtype, first.device)
-        for weight, rows in zip(self._quantised, out.split(self.sizes), strict=True):
+        shape = self.n + self.padding, self.k + self.padding
+        out = self._workspace.matrix(*shape, first.dtype, first.device)
+        for weight, rows in zip(self._quantised, out[: self.n, : self.k].split(self.sizes), strict=True):
             weight.dense_into(rows)
+        if lora is not None:
+            out[: self.n, self.k :] = 0
+            if lora.rank < self.padding:
+                out[self.n :] = 0
+            for where, what in adapter_places(out, lora):
+                where.copy_(what)
         return out
+
+    def dense(self) -> Tensor:
+        """W [N, K] alone, for who wants to look at it."""
+        return self.matrix(None)[: self.n, : self.k]

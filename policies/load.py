@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from covey.kernels.lora_linear import padded_rank, row_stride
 from covey.policies.adapter import Adapter, read_adapter
 from covey.policies.checkpoint import Checkpoint, open_checkpoint
 from covey.policies.decoder import DecoderPolicy
@@ -60,7 +61,8 @@ def load_policy(
         embedding = checkpoint.read(
             "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size), compute, where
         )
-        reader = _LayerReader(checkpoint, spec, compute, where, quantise=method == "qlora", resident=resident)
+        quantise = method == "qlora"
+        reader = _LayerReader(checkpoint, spec, lora, compute, where, quantise=quantise, resident=resident)
         layers = [reader.layer(i) for i in range(spec.num_layers)]
         norm = checkpoint.read("model.norm.weight", (spec.hidden_size,), compute, where)
         head = embedding
@@ -84,6 +86,7 @@ class _LayerReader:
         self,
         checkpoint: Checkpoint,
         spec: ModelSpec,
+        adapter: Adapter,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -91,6 +94,7 @@ class _LayerReader:
         resident: bool,
     ):
         self.checkpoint, self.spec, self.dtype, self.device = checkpoint, spec, dtype, device
+        self.adapter = adapter
         self.quantise, self.resident = quantise, resident
         self.workspace = Workspace()
 
@@ -99,7 +103,7 @@ class _LayerReader:
         before = self._read(f"{root}.input_layernorm.weight", (h,))
         after = self._read(f"{root}.post_attention_layernorm.weight", (h,))
         groups = {name: self._group(root, name) for name in GROUPS}
-        return DecoderLayer(self.spec, before, after, groups, first=index == 0)
+        return DecoderLayer(self.spec, before, after, groups, index=index)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.checkpoint.read(f"model.{name}", shape, self.dtype, self.device)
@@ -110,23 +114,29 @@ class _LayerReader:
         biases = [
             self._read(f"{root}.{name}.bias", (n,)) for name, (n, _, has_bias) in linears.items() if has_bias
         ]
-        keep = self.resident or not self.quantise
-        k = next(iter(linears.values()))[1]
-        dense = torch.empty(sum(sizes), k, dtype=self.dtype, device=self.device) if keep else None
+        key, k = f"{root}.{group}", next(iter(linears.values()))[1]
+        lora = self.adapter.groups.get(key)
+        padding = padded_rank(lora.rank) if lora is not None else 0
+        held = None
+        if self.resident or not self.quantise:
+            shape = sum(sizes) + padding, row_stride(k + padding)
+            held = torch.zeros(shape, dtype=self.dtype, device=self.device)[:, : k + padding]
         quantised, at = [], 0
-        for name, (n, k, _) in linears.items():
+        for name, (n, _, _) in linears.items():
             matrix = self._read(f"{root}.{name}.weight", (n, k))
             if self.quantise:
                 quantised.append(NF4Weight(matrix, self.dtype))
-                matrix = quantised[-1].dense() if keep else matrix
-            if dense is not None:
-                dense[at : at + n] = matrix
+                matrix = quantised[-1].dense() if held is not None else matrix
+            if held is not None:
+                held[at : at + n, :k] = matrix
             at += n
         return LinearGroup(
-            f"{root}.{group}",
+            key,
             sizes,
+            k,
+            padding,
             torch.cat(biases) if biases else None,
-            dense_NK=dense,
+            matrix=held,
             quantised=quantised,
             workspace=self.workspace,
         )
@@ -166,7 +176,8 @@ def _plan_memory(
     memory: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, method: str, tokens: int
 ) -> tuple[bool, bool]:
     """(keep dequantised weights, keep activations)."""
-    per_token = 4 * spec.hidden_size + 2 * spec.intermediate_size + 2 * spec.num_kv_heads * spec.head_dim
+    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads  # q, the attention's output, k and v
+    per_token = 4 * spec.hidden_size + 2 * spec.intermediate_size + heads * spec.head_dim
     activations = tokens * spec.num_layers * per_token * dtype.itemsize
     linears = sum(n * k for n, k, _ in spec.linears.values()) * spec.num_layers
     dense = linears * dtype.itemsize if method == "qlora" else 0

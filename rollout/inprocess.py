@@ -70,7 +70,7 @@ class InProcessEngine:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
         per_wave = max(1, self.max_rows // n)
         with torch.no_grad():
-            self.policy.adapter.refresh()
+            self.policy.refresh()
             for first in range(0, len(order), per_wave):
                 wave = order[first : first + per_wave]
                 groups.update(zip(wave, self._wave([prompts[i] for i in wave], n, sampling), strict=True))

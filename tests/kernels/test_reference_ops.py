@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from covey.kernels.gated_mlp import swiglu, swiglu_backward
-from covey.kernels.lora_linear import LoraGroup, LoraPart, lora_linear, lora_linear_backward
+from covey.kernels.lora_linear import (
+    LoraGroup,
+    LoraPart,
+    adapter_gradients,
+    adapter_places,
+    attach_gradient,
+    attach_input,
+    input_gradient,
+    linear,
+    padded_rank,
+    wide,
+)
 from covey.kernels.rmsnorm import rmsnorm, rmsnorm_apply, rmsnorm_backward
 from covey.kernels.rope import rope, rope_backward, rope_tables
 
@@ -48,39 +59,50 @@ def test_rope_rotates_pairs_by_position_times_frequency():
     torch.testing.assert_close(rope_backward(y, cos, sin), x)  # the transpose of a rotation undoes it
 
 
-@pytest.mark.parametrize("which", [(), (0,), (0, 2), (0, 1, 2)])
-def test_stacked_lora_linears_match_autograd(which: tuple[int, ...]):
-    """Three linears with 4, 2 and 5 outputs on one input; those in `which` have an adapter of rank 3."""
-    sizes, x, bias = (4, 2, 5), leaf(5, 7), torch.randn(11, dtype=F64)
-    w, dy = torch.randn(11, 7, dtype=F64), torch.randn(5, 11, dtype=F64)
-    pairs = {i: (leaf(3, 7), leaf(sizes[i], 3)) for i in which}
+@pytest.mark.parametrize("which", [(0,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("rank", [3, 8])
+def test_stacked_lora_linears_match_autograd(which: tuple[int, ...], rank: int):
+    """Three linears with 4, 2 and 5 outputs on one input; those in `which` have an adapter."""
+    sizes, x, bias = (4, 2, 5), leaf(6, 7), torch.randn(11, dtype=F64)
+    w, dy = torch.randn(11, 7, dtype=F64), torch.randn(6, 11, dtype=F64)
+    pairs = {i: (leaf(rank, 7), leaf(sizes[i], rank)) for i in which}
     outs = [
         x @ w_i.t() + b_i + (0.5 * (x @ pairs[i][0].t()) @ pairs[i][1].t() if i in pairs else 0)
         for i, (w_i, b_i) in enumerate(zip(w.split(sizes), bias.split(sizes), strict=True))
     ]
     expected = torch.cat(outs, dim=1)
-    parts, ends = [], [0, 4, 6, 11]
-    for at, i in enumerate(which):
-        part = LoraPart(
+    ends = [0, 4, 6, 11]
+    parts = tuple(
+        LoraPart(
             slice(ends[i], ends[i + 1]),
-            slice(3 * at, 3 * at + 3),
+            slice(rank * at, rank * at + rank),
             pairs[i][1].detach(),
             torch.ones_like(pairs[i][1]),
         )
-        parts.append(part)
-    a = torch.cat([pairs[i][0].detach() for i in which]) if which else None
-    group = None if a is None else LoraGroup(a, torch.ones_like(a), tuple(parts))
+        for at, i in enumerate(which)
+    )
+    a = torch.cat([pairs[i][0].detach() for i in which])
+    group, padding = LoraGroup(a, torch.ones_like(a), parts), padded_rank(rank * len(which))
+    matrix = torch.zeros(11 + padding, 7 + padding, dtype=F64)
+    matrix[:11, :7] = w
+    for where, what in adapter_places(matrix, group):
+        where.copy_(what)
 
-    y, z = lora_linear(x.detach(), w, bias, group, 0.5)
-    torch.testing.assert_close(y, expected)
     with torch.no_grad():
-        dx = lora_linear_backward(dy, x.detach(), z, w, group, 0.5)
+        x_wide, dy_wide = wide(6, 7, padding, x).fill_(torch.nan), wide(6, 11, padding, dy).fill_(torch.nan)
+        x_wide[:, :7] = x
+        attach_input(x_wide, group, 0.5)
+        torch.testing.assert_close(linear(x_wide, matrix, 11, bias), expected)
+        plain = linear(x.detach(), matrix, 11, bias)  # without the columns: W alone
+        torch.testing.assert_close(plain, x @ w.t() + bias)
+        dy_wide[:, :11] = dy
+        attach_gradient(dy_wide, padding, group, 0.5)
+        adapter_gradients(x.detach(), x_wide[:, 7:], dy_wide, padding, group)
+        dx = input_gradient(dy_wide, matrix, 7)
     leaves = [x, *(t for i in which for t in pairs[i])]
     grads = torch.autograd.grad(expected, leaves, dy)
     torch.testing.assert_close(dx, grads[0])
-    if group is not None:  # gradients are added to what was there
-        torch.testing.assert_close(group.grad_a, torch.cat(grads[1::2]) + 1)
-        for part, grad in zip(group.parts, grads[2::2], strict=True):
-            torch.testing.assert_close(part.grad_b, grad + 1)
-    with torch.no_grad():
-        assert lora_linear_backward(dy, x.detach(), z, None, group, 0.5) is None  # below the first layer
+    # Gradients are added to what was there.
+    torch.testing.assert_close(group.grad_a, torch.cat(grads[1::2]) + 1)
+    for part, grad in zip(parts, grads[2::2], strict=True):
+        torch.testing.assert_close(part.grad_b, grad + 1)

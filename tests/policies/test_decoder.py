@@ -1,6 +1,8 @@
 """covey's decoder against transformers, against PEFT, and its hand-written backward against autograd in float64."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from covey.policies.load import load_policy
 from covey.policies.locate import ModelError
 from covey.policies.policy import Batch
 from covey.rl.batch import to_device
+from covey.rl.objective_config import ObjectiveSection
+from covey.rl.objectives import policy_objective
 
 FAMILIES = ["tiny_llama", "tiny_llama3", "tiny_qwen2"]
 
@@ -64,7 +68,7 @@ def frozen_linear(policy: DecoderPolicy, layer: int, name: str) -> tuple[torch.T
     group, names = next((g, names) for g, names in GROUPS.items() if name in names)
     stacked, at = policy.layers[layer].groups[group], names.index(name)
     bias = torch.zeros(sum(stacked.sizes)) if stacked.bias is None else stacked.bias
-    return stacked.matrix().split(stacked.sizes)[at].clone(), bias.split(stacked.sizes)[at]
+    return stacked.dense().split(stacked.sizes)[at].clone(), bias.split(stacked.sizes)[at]
 
 
 class PlainDecoder:
@@ -351,3 +355,101 @@ def test_bf16_on_a_gpu_follows_float64(family, memory, request):
     assert (logps[0] - logps[1]).abs().max() < 0.15
     assert torch.nn.functional.cosine_similarity(*grads, dim=0) > 0.995
     assert 0.97 < (grads[1].norm() / grads[0].norm()).item() < 1.03
+
+
+def gradient_on_a_gpu(folder: Path, memory: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and the adapter's gradient in bf16."""
+    policy = load_policy(folder, method="lora", dtype="bfloat16", rank=3, device="cuda", memory=memory)
+    randomise(policy)
+    batch = to_device(shared_prefix_batch(), "cuda")
+    logp = policy.logprobs(batch).logp
+    (batch.weight * batch.advantage * logp).sum().backward()
+    return logp.detach(), gradient(policy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lean_with_inputs_in_host_memory_gives_the_gradient_of_fast(family, request):
+    folder = request.getfixturevalue(family)
+    (fast_logp, fast), (lean_logp, lean) = (gradient_on_a_gpu(folder, memory) for memory in ("fast", "lean"))
+    assert torch.equal(fast_logp, lean_logp)
+    assert (fast - lean).norm() <= 1e-3 * fast.norm()
+
+
+@pytest.mark.gpu
+def test_two_passes_before_their_backwards_do_not_share_their_parked_inputs(tiny_llama):
+    policy = load_policy(tiny_llama, method="lora", dtype="bfloat16", rank=3, device="cuda", memory="lean")
+    randomise(policy)
+    batches = [to_device(shared_prefix_batch(temperature=t), "cuda") for t in (1.0, 0.5)]
+    batches[1] = replace(batches[1], input_ids=batches[1].input_ids.flip(0))
+    for batch in batches:
+        policy.logprobs(batch).logp.sum().backward()
+    expected = gradient(policy).clone()
+    policy.zero_grad()
+    torch.stack([policy.logprobs(batch).logp.sum() for batch in batches]).sum().backward()
+    assert (gradient(policy) - expected).norm() <= 1e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+def test_a_pass_never_waits_for_the_device(memory, tiny_llama):
+    policy = load_policy(tiny_llama, method="lora", dtype="bfloat16", rank=3, device="cuda", memory=memory)
+    batch = to_device(shared_prefix_batch(), "cuda")
+
+    def step() -> None:
+        scored = policy.logprobs(batch, entropy=True)
+        policy_objective(scored.logp, batch, ObjectiveSection(correction="none"))[0].backward()
+        policy.zero_grad()
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_lean_keeps_one_layer_at_a_time(tmp_path):
+    """Above the weights, 12 layers and 16k tokens: fast holds all activations; lean those of one layer, its gradients, and
+    inputs that are still on their way to the host."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=12,
+        max_position_embeddings=32768,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokens, layer = 16384, 4 * 256 + 4 * 256 + 2 * 1024  # elements per token that a layer keeps
+    ids = torch.randint(512, (tokens + 1,))
+    plain = shared_prefix_batch()
+    batch = replace(
+        plain,
+        input_ids=ids[:-1],
+        positions=torch.arange(tokens, dtype=torch.int32),
+        segments=torch.tensor([[0, tokens, 0, 0]], dtype=torch.int32),
+        source=torch.arange(64),
+        target=ids[1:65],
+        **{name: torch.ones(64) for name in ("advantage", "weight")},
+        row=torch.zeros(64, dtype=torch.int32),
+    )
+    extra = {}
+    for memory in ("fast", "lean"):
+        policy = load_policy(tmp_path, method="lora", dtype="bfloat16", rank=8, device="cuda", memory=memory)
+        on_card = to_device(batch, "cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        policy.logprobs(on_card).logp.sum().backward()
+        torch.cuda.synchronize()
+        extra[memory] = (torch.cuda.max_memory_allocated() - before) / (
+            2 * tokens * layer
+        )  # in layers' worth
+        del policy
+    assert extra["fast"] > 12 and extra["lean"] < extra["fast"] / 3, extra
