@@ -49,7 +49,8 @@ class DecoderPolicy:
         self.device, self.dtype = embedding_VH.device, embedding_VH.dtype
         self.keep_activations = keep_activations
         self._lora: dict[str, LoraGroup] = adapter.groups
-        self._places: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by adapter
+        self._placed: dict[str, LoraGroup] | None = None  # whose `_places` are known
+        self._places: list[tuple[Tensor, Tensor]] = []
         self._inv_freq = spec.inv_freq.to(self.device)
         self.attention_kind: Kind = pick_kind(self.device, self.dtype, spec.head_dim)
         parks = self.device.type == "cuda" and not keep_activations
@@ -92,11 +93,10 @@ class DecoderPolicy:
     def refresh(self) -> None:
         """Brings what is computed with up to date with the adapter's master copy."""
         self.adapter.refresh()
-        key = id(self._lora)
-        if key not in self._places:
-            self._places[key] = self._adapter_places()
-        if places := self._places[key]:
-            torch._foreach_copy_([where for where, _ in places], [what for _, what in places])
+        if self._placed is not self._lora:
+            self._placed, self._places = self._lora, self._adapter_places()
+        if self._places:
+            torch._foreach_copy_([where for where, _ in self._places], [what for _, what in self._places])
 
     def _adapter_places(self) -> list[tuple[Tensor, Tensor]]:
         """Where the matrices that are held want the present adapter."""

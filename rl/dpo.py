@@ -26,6 +26,7 @@ from covey.rl.batch import pack_pairs, split, to_device
 from covey.rl.config import DpoConfig, DpoSection
 from covey.rl.distributed import sum_gradients
 from covey.rl.grpo import with_reference
+from covey.rl.losses import row_numbers
 from covey.rl.optimizer import FlatAdamW
 from covey.rl.pairs import Pair
 from covey.rl.stats import Stats, over_ranks
@@ -181,8 +182,7 @@ class _Sides:
     def __init__(self, batch: Batch):
         # A pair has one segment without a prefix, its prompt. `segments` lies on the CPU: no waiting for the device.
         self.pairs = int((batch.segments[:, 3] == 0).sum())
-        # Rows stand in the order chosen, rejected, chosen, rejected, ...
-        self.row = torch.cat((batch.row[:1] != batch.row[:1], batch.row[1:] != batch.row[:-1])).cumsum(0)
+        self.row = row_numbers(batch.row)  # chosen, rejected, chosen, rejected, ...
 
     def sum(self, x_M: Tensor) -> Tensor:
         """Added in the order of the tokens, so always the same bits."""

@@ -42,9 +42,7 @@ class Tokens:
         self.logp, self.old, self.batch = logp_M, old_M, batch
         self.advantage = batch.advantage
         self.log_ratio = logp_M - old_M
-        # Rows are numbered from 0 in the order of their tokens. No row lies in two passes.
-        changes = torch.cat((batch.row[:1] != batch.row[:1], batch.row[1:] != batch.row[:-1]))
-        self._row = changes.cumsum(0)
+        self._row = row_numbers(batch.row)  # no row lies in two passes
 
     @cached_property
     def count(self) -> Tensor:
@@ -69,6 +67,11 @@ class Tokens:
         return torch.where(
             self.advantage >= 0, full(self.advantage, positive), full(self.advantage, negative)
         )
+
+
+def row_numbers(row_M: Tensor) -> Tensor:
+    """Rows numbered from 0 in the order of their tokens, which stand together: int64 [M]."""
+    return torch.cat((row_M[:1] != row_M[:1], row_M[1:] != row_M[:-1])).cumsum(0)
 
 
 def bounded_exp(log_M: Tensor) -> Tensor:

@@ -343,3 +343,14 @@ def test_micro_batches_of_different_size_against_the_closed_form():
     per_token = [torch.full((8,), -1.0), torch.full((2,), -4.0)]
     losses = [sft_loss(logp, part)[0].item() for logp, part in zip(per_token, parts, strict=True)]
     assert sum(losses) == pytest.approx(1.6)
+
+
+def test_a_short_last_step_has_the_gradient_norm_of_the_others():
+    """Five equal rows of one target, two per step: 2, 2 and 1. The bias model's gradient is (-1/2, 1/2) in each."""
+    documents = [Text(i, (0, 0), (True, True)) for i in range(5)]
+    for step in (documents[:2], documents[2:4], documents[4:]):
+        bias = torch.zeros(2, requires_grad=True)
+        for part in split(pack_documents(step), 1):
+            sft_loss(bias.log_softmax(0)[part.target], part)[0].backward()
+        assert bias.grad is not None
+        assert bias.grad.norm().item() == pytest.approx(0.70711, abs=5e-6)
