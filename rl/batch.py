@@ -8,6 +8,7 @@ packed behind the token that predicts a row's last trained one, because nothing 
 completion of C trained tokens costs C - 1, and one of length 1 costs none.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -195,12 +196,12 @@ def split(batch: Batch, tokens_per_pass: int, *, keep_families: bool = False) ->
         prompt = int(length_S[root_R[family[0]]])
         lengths = length_R[family].tolist()
         room = sum(lengths) if keep_families else max(0, tokens_per_pass - prompt)
-        for members in _first_fit(lengths, room):
+        for members in _best_fit(lengths, room):
             units.append(family[members])
             sizes.append(prompt + int(length_R[family[members]].sum()))
 
     parts = []
-    for members in _first_fit(sizes, tokens_per_pass):
+    for members in _best_fit(sizes, tokens_per_pass):
         rows = np.concatenate([units[i] for i in members])
         kept_S = np.unique(np.concatenate([root_R[rows], own_R[rows]]))
         spans = zip(first_R[rows].tolist(), last_R[rows].tolist(), strict=True)
@@ -276,20 +277,23 @@ class _Packer:
         )
 
 
-def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `sizes` in bins: each in the first bin with room, one above the capacity in its own."""
+def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of `sizes` in bins, longest first, each in the fullest bin with room; one above the capacity in its own.
+
+    Bins stand in the order of their first members, and equal sizes keep theirs, so the result is reproducible.
+    """
     bins: list[list[int]] = []
-    used: list[int] = []
-    for i, size in enumerate(sizes):
-        for b, taken in enumerate(used):
-            if taken + size <= capacity:
-                bins[b].append(i)
-                used[b] += size
-                break
+    room: list[tuple[int, int]] = []  # (what is left, bin), ascending
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = bisect_left(room, (sizes[i], -1))
+        if at == len(room):
+            bins.append([])
+            left, b = capacity, len(bins) - 1
         else:
-            bins.append([i])
-            used.append(size)
-    return bins
+            left, b = room.pop(at)
+        bins[b].append(i)
+        insort(room, (left - sizes[i], b))
+    return sorted(sorted(members) for members in bins)
 
 
 def _take(

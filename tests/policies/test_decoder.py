@@ -12,6 +12,7 @@ from covey.policies.linear import GROUPS
 from covey.policies.load import load_policy
 from covey.policies.locate import ModelError
 from covey.policies.policy import Batch
+from covey.policies.tiny import byte_tokenizer
 from covey.rl.batch import to_device
 from covey.rl.objective_config import ObjectiveSection
 from covey.rl.objectives import policy_objective
@@ -426,6 +427,7 @@ def test_lean_keeps_one_layer_at_a_time(tmp_path):
         max_position_embeddings=32768,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
     tokens, layer = 16384, 4 * 256 + 4 * 256 + 2 * 1024  # elements per token that a layer keeps
     ids = torch.randint(512, (tokens + 1,))
     plain = shared_prefix_batch()

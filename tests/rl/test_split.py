@@ -354,3 +354,12 @@ def test_a_short_last_step_has_the_gradient_norm_of_the_others():
             sft_loss(bias.log_softmax(0)[part.target], part)[0].backward()
         assert bias.grad is not None
         assert bias.grad.norm().item() == pytest.approx(0.70711, abs=5e-6)
+
+
+def test_documents_fill_the_passes():
+    """Packed lengths 5 1 4 3 1 2 for passes of 5 tokens: three full ones and a fourth, the fewest that hold 16."""
+    lengths = [6, 2, 5, 4, 2, 3]  # the last token of a document is not packed
+    documents = [Text(i, (1,) * n, (True,) * n) for i, n in enumerate(lengths)]
+    parts = split(pack_documents(documents), 5)
+    assert [sorted(part.row.unique().tolist()) for part in parts] == [[0], [1, 2], [3, 5], [4]]
+    assert [len(part.input_ids) for part in parts] == [5, 5, 5, 1]
