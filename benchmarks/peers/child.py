@@ -1,0 +1,123 @@
+"""One peer in a process of its own: measures its work and writes a JSON line for each (see __main__.py)."""
+
+import argparse
+import gc
+import json
+import math
+import os
+import sys
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "covey",
+    "liger-kernel",
+    "trl",
+    "unsloth",
+)
+NAMED_AFTER = {"hf": "transformers", "liger": "liger-kernel"}  # the package whose version stands in the table
+
+
+def measured(peer: Any, spec: str, vocab: int, reps: int) -> dict[str, Any]:
+    """Loss and gradient norm of a first step with the common adapter, then the times of later ones."""
+    import torch
+    from benchmarks.peers.inputs import read_work
+    from benchmarks.step import measure
+
+    kind, inputs, tokens = read_work(spec, vocab)
+    loss_of = getattr(peer, kind)(inputs)
+    peer.fill_adapter()
+    update = peer.optimizer() if kind == "sft" else lambda: None
+
+    def compute() -> torch.Tensor:
+        if kind == "logp":
+            with torch.no_grad():
+                return loss_of()
+        loss = loss_of()
+        loss.backward()
+        return loss.detach()
+
+    def finish() -> None:
+        update()
+        if kind != "logp":
+            peer.zero_grad()
+
+    def step() -> None:
+        compute()
+        finish()
+
+    peer.zero_grad()
+    loss = float(compute())
+    norm = None
+    if kind != "logp":
+        norm = float(torch.stack([g.double().square().sum() for g in peer.gradients()]).sum().sqrt())
+    finish()
+    ms, peak = measure(step, reps, torch.device(peer.device))
+    peak = None if math.isnan(peak) else peak
+    return {"ms": ms, "tokens_per_s": tokens / ms * 1e3, "peak_gib": peak, "loss": loss, "grad_norm": norm}
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("peer")
+    parser.add_argument("--shape", required=True)
+    parser.add_argument("--method", required=True)
+    parser.add_argument("--memory", required=True)
+    parser.add_argument("--reps", type=int, required=True)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--work", nargs="+", required=True)
+    args = parser.parse_args()
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to the log
+    if args.peer == "unsloth":
+        import unsloth  # type: ignore  # noqa: F401  # patches torch, transformers, peft and trl, if it comes first
+    import torch
+    from benchmarks.peers.inputs import as_downloaded, parse_work
+    from benchmarks.peers.models import load
+    from benchmarks.shapes import SHAPES, model_folder
+
+    folder = as_downloaded(model_folder(args.shape, args.root))
+    longest = max(sum(parse_work(spec)[2]) for spec in args.work)
+    peer = load(args.peer, folder, args.method, args.memory, longest)
+    known = versions()
+    about = {
+        "version": known.get(NAMED_AFTER.get(args.peer, args.peer), "?"),
+        "versions": known,
+        "reps": args.reps,
+    }
+    about["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    # SFT first: Unsloth's trainer leaves the model returning hidden states in place of a loss.
+    for spec in sorted(args.work, key=lambda spec: not spec.startswith("sft")):
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what loading, or the work before, has left
+        try:
+            record = measured(peer, spec, SHAPES[args.shape].vocab, args.reps) | about
+        except Exception as error:
+            traceback.print_exc()
+            record = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
+            peer.zero_grad()
+        print(json.dumps({"work": spec} | record), file=results, flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # threads and workers of the libraries are not waited for
+
+
+if __name__ == "__main__":
+    main()
