@@ -50,7 +50,9 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str:
     if interpreted():
         return "Triton's interpreter has no bfloat16 arithmetic" if dtype == torch.bfloat16 else ""
     if device.type != "cuda":
-        return f"Triton has no {device.type} backend here; TRITON_INTERPRET=1 runs its kernels on a CPU, slowly"
+        return (
+            f"Triton has no {device.type} backend here; TRITON_INTERPRET=1 runs its kernels on a CPU, slowly"
+        )
     capability = torch.cuda.get_device_capability(device)
     if torch.version.cuda and capability < OLDEST:
         return f"compute capability {capability[0]}.{capability[1]} is older than {OLDEST[0]}.{OLDEST[1]}"

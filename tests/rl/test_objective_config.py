@@ -90,7 +90,9 @@ def test_the_contract_names_tests_that_exist():
     root = Path(__file__).parents[2]
     named = set(re.findall(r"`(test_\w+)`", (root / "docs/objectives.md").read_text()))
     written = {
-        name for file in (root / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+        name
+        for file in (root / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text())
     }
     assert len(named) > 80 and named <= written
 
