@@ -50,8 +50,8 @@ class Launch(NamedTuple):
     key_gradient: Tile
 
 
-# By padded head dimension, for 16-bit tensors. 128 on Hopper was measured (H200: 4 x 2048, and 8 x 1024 behind a prompt of
-# 512); the others were read off the compiler's register and spill counts for sm_90 and sm_80.
+# By padded head dimension, for 16-bit tensors. 128 on Hopper was measured (H200: 4 x 2048, and 8 x 1024 behind a prompt
+# of 512); the others were read off the compiler's register and spill counts for sm_90 and sm_80.
 HOPPER = {
     16: Launch(Tile(128, 128, 8, 2, True), Tile(128, 128, 8, 2), Tile(64, 128, 8, 3)),
     32: Launch(Tile(128, 128, 8, 2, True), Tile(128, 128, 8, 2), Tile(64, 128, 8, 3)),

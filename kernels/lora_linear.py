@@ -10,7 +10,7 @@ rows, B [N, R] holds B_i at [n_i, r_i] and is 0 elsewhere:
 Added to a finished product the adapters would read and write y and dx once more, and round them twice. So they are part
 of the product, by a matrix and inputs that are a little wider:
 
-    W+ = [[W, B], [A, 0]]  [N + P, K + P]        x+ = [x, s x A^T, 0]  [T, K + P]        dy+ = [dy, s dy B, 0]  [T, N + P]
+    W+ = [[W, B], [A, 0]]  [N + P, K + P]    x+ = [x, s x A^T, 0]  [T, K + P]    dy+ = [dy, s dy B, 0]  [T, N + P]
     y  = x+ W+[:N]^T + b                         dx = dy+ W+[:, :K]
 
 W and b are frozen. dA and dB are accumulated in the dtype of the gradient buffers (float32 at least).

@@ -413,8 +413,8 @@ def test_a_pass_never_waits_for_the_device(memory, tiny_llama):
 
 @pytest.mark.gpu
 def test_lean_keeps_one_layer_at_a_time(tmp_path):
-    """Above the weights, 12 layers and 16k tokens: fast holds all activations; lean those of one layer, its gradients, and
-    inputs that are still on their way to the host."""
+    """Above the weights, 12 layers and 16k tokens: fast holds all activations; lean those of one layer, its gradients,
+    and inputs that are still on their way to the host."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
