@@ -136,10 +136,12 @@ def _rows(
     best_z = tl.where(leads, z_y, best)
     moved = _floor(best - best_z)
     others = tl.exp(moved) * mass
-    behind = _floor(z_y - best_z)
+    # Exactly 0 where the target leads: a compiler that makes one multiply-add of x_y / tau - best_z leaves z_y's rounding.
+    ahead_y = tl.where(leads, 0.0, z_y - best_z)
+    behind = _floor(ahead_y)
     total = others + tl.exp(behind)
     log_total = tl.where(leads, _log1p(others), tl.log(total))
-    tl.store(logp_ptr + row, z_y - best_z - log_total)
+    tl.store(logp_ptr + row, ahead_y - log_total)
     inverse_total = 1.0 / total
     mean = inverse_total
     if MEAN:

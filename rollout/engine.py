@@ -52,6 +52,7 @@ class Group:
 class Sampling:
     """How to draw tokens. temperature 0 is greedy. top_p 1 and top_k 0 switch the truncation off.
 
+    min_p: tokens less than this many times as probable as the most probable one are not drawn; 0 is off.
     seed: together with Prompt.row, the sample's index in its group and the token's index it fixes every
     draw, so a completion does not depend on which others it was batched with.
     """
@@ -60,6 +61,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     seed: int = 0
 

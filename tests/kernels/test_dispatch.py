@@ -1,6 +1,7 @@
 """Which implementation runs, and what is said when it is not the one that was asked for."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machi
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> None:
-    dispatch._obstacle.cache_clear()
-    dispatch._warn.cache_clear()
+def _forget() -> Iterator[None]:
+    """What was found out about a device belongs to the environment that a test made up."""
+    for moment in range(2):
+        dispatch._obstacle.cache_clear()
+        dispatch._warn.cache_clear()
+        if moment == 0:
+            yield
 
 
 def test_torch_on_a_cpu_unless_triton_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

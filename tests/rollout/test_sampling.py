@@ -104,9 +104,27 @@ def test_top_p_is_a_share_of_what_top_k_left():
     assert sorted(support(logs(0.1, 0.4, 0.2, 0.3), top_k=2, top_p=0.6)) == [1, 3]
 
 
+@pytest.mark.parametrize(
+    ("min_p", "kept"),
+    [(0.2, [0, 1, 2, 3]), (0.25, [0, 1, 2, 3]), (0.26, [1, 2, 3]), (0.6, [1, 3]), (1.0, [1])],
+)
+def test_min_p_is_a_share_of_the_most_probable(min_p, kept):
+    probabilities = [0.1, 0.4, 0.2, 0.3]
+    mass = sum(probabilities[i] for i in kept)
+    found = support(logs(*probabilities), min_p=min_p)
+    assert found == pytest.approx({i: math.log(probabilities[i] / mass) for i in kept}, abs=1e-6)
+
+
+def test_min_p_comes_last():
+    # A top_p of 0.7 is reached by 0.4 0.3 of the four; of the three that min-p leaves it would take 0.2 too.
+    assert sorted(support(logs(0.1, 0.4, 0.2, 0.3), top_p=0.7, min_p=0.3)) == [1, 3]
+    assert sorted(support(logs(0.1, 0.4, 0.2, 0.3), top_k=3, min_p=0.6)) == [1, 3]
+
+
 def test_truncation_looks_at_temperature_first():
     # At temperature 1/2 the squares 16 9 4 1 (of 30) are drawn from: 16/30 reaches 0.5.
     assert list(support(logs(0.1, 0.4, 0.2, 0.3), temperature=0.5, top_p=0.5)) == [1]
+    assert sorted(support(logs(0.1, 0.4, 0.2, 0.3), temperature=0.5, min_p=0.3)) == [1, 3]
 
 
 def test_ties_at_the_cut_are_kept_in_the_order_of_ids():
@@ -126,7 +144,12 @@ def test_top_p_of_a_flat_distribution_over_a_large_vocabulary():
 def test_rows_do_not_mix():
     logits = torch.randn(50, 300) * 3
     u = torch.rand(50, dtype=torch.float64)
-    for sampling in (Sampling(temperature=0.7), Sampling(top_p=0.8), Sampling(top_k=20, top_p=0.9)):
+    for sampling in (
+        Sampling(temperature=0.7),
+        Sampling(top_p=0.8),
+        Sampling(top_k=20, top_p=0.9),
+        Sampling(min_p=0.1),
+    ):
         ids, logp = pick(logits, sampling, u)
         each = [pick(logits[i : i + 1], sampling, u[i : i + 1]) for i in range(50)]
         assert ids.tolist() == [i.item() for i, _ in each]
@@ -139,6 +162,18 @@ def test_pick_leaves_the_logits_as_they_are():
     for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=3, top_p=0.5)):
         pick(logits, sampling, torch.rand(4, dtype=torch.float64))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0), Sampling(top_k=3, top_p=0.5, min_p=0.1)]
+)
+def test_the_kernels_draw_the_same(monkeypatch, sampling):
+    logits, u = torch.randn(4, 64) * 3, torch.rand(4, dtype=torch.float64)
+    ids, logp = pick(logits, sampling, u)
+    monkeypatch.setenv("COVEY_KERNELS", "triton")
+    their_ids, their_logp = pick(logits, sampling, u)
+    assert ids.tolist() == their_ids.tolist()
+    torch.testing.assert_close(their_logp, logp)
 
 
 def test_splitmix64_matches_the_published_sequence():
@@ -183,6 +218,9 @@ def test_uniforms_are_uniform_and_independent():
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
         ("stop", ("",)),
     ],
 )
