@@ -136,7 +136,7 @@ def _rows(
     best_z = tl.where(leads, z_y, best)
     moved = _floor(best - best_z)
     others = tl.exp(moved) * mass
-    # Exactly 0 where the target leads: a compiler that makes one multiply-add of x_y / tau - best_z leaves z_y's rounding.
+    # Exactly 0 where the target leads: as one multiply-add x_y / tau - best_z would leave the rounding of z_y.
     ahead_y = tl.where(leads, 0.0, z_y - best_z)
     behind = _floor(ahead_y)
     total = others + tl.exp(behind)

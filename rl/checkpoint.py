@@ -5,7 +5,7 @@
         state.safetensors   the tensors of `state`, and torch's random number generators
         state.json          the plain values of `state`; a tensor is {"__tensor__": its name there}
         rng.json            the random number generators of Python and NumPy
-        checkpoint.json     step, format, and the size of every file; written last
+        checkpoint.json     step, best step (or null), format, and the size of every file; written last
 
 A checkpoint is written under a temporary name, flushed to the disk and renamed. No pickle is involved, so a
 checkpoint from somebody else can be loaded without running their code.
@@ -77,6 +77,37 @@ def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint's name."""
+    match = _STEP_NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def best_step(path: Path) -> int | None:
+    """Step of the best checkpoint of the run when `path` was written; None if nobody compared them."""
+    try:
+        return json.loads((path / MANIFEST).read_text("utf-8")).get("best")
+    except (OSError, ValueError, AttributeError):  # damaged: load_checkpoint says so
+        return None
+
+
+def find_adapter(path: Path) -> Path:
+    """The adapter that a path means: of a run the best one if it knows that, else its last; of a checkpoint its own.
+
+    Any other path is returned as it is. Raises RunError for a run that has saved nothing.
+    """
+    if (path / "adapter_config.json").is_file():
+        return path
+    if (path / MANIFEST).is_file():
+        return path / "adapter"
+    if checkpoints := list_checkpoints(path):
+        newest = checkpoints[-1][1]
+        return dict(checkpoints).get(best_step(newest) or 0, newest) / "adapter"
+    if (path / "checkpoints").is_dir():
+        raise RunError(f"{path} is a run without a checkpoint, so there is no adapter in it to go on from")
+    return path
+
+
 def remove_leftovers(run_folder: Path) -> None:
     """Delete what a crash left half-written or half-deleted."""
     for path in (run_folder / "checkpoints").glob(TEMPORARY + "*"):
@@ -90,12 +121,14 @@ def save_checkpoint(
     adapter_writer: Callable[[Path], object],
     state: Mapping[str, Any],
     keep: int = 2,
+    best: int | None = None,
 ) -> Path:
-    """Write `folder`/checkpoints/step-NNNNNN and keep only the last `keep` checkpoints.
+    """Write `folder`/checkpoints/step-NNNNNN and keep only the last `keep` checkpoints, and the best of each of them.
 
     folder: the run's folder.
     adapter_writer: is given an empty folder to write the adapter into.
     state: nested dicts and lists of tensors and plain values (tuples come back as lists).
+    best: step of the best checkpoint so far, perhaps this one; None if nobody compares them.
     Raises RunError when it cannot be written; nothing that looks like a checkpoint is left then.
     """
     from safetensors import SafetensorError
@@ -105,7 +138,7 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write(temporary, step, adapter_writer, state)
+        _write(temporary, step, adapter_writer, state, best)
         if target.exists():  # a folder cannot replace another one that has files
             _discard(target)
         temporary.rename(target)
@@ -147,7 +180,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _write(
-    folder: Path, step: int, adapter_writer: Callable[[Path], object], state: Mapping[str, Any]
+    folder: Path,
+    step: int,
+    adapter_writer: Callable[[Path], object],
+    state: Mapping[str, Any],
+    best: int | None,
 ) -> None:
     from safetensors.torch import save_file
 
@@ -161,7 +198,7 @@ def _write(
     (folder / "rng.json").write_text(json.dumps(rng), "utf-8")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    manifest = {"format": FORMAT, "step": step, "files": sizes}
+    manifest = {"format": FORMAT, "step": step, "best": best, "files": sizes}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
     for path in (folder, *folder.rglob("*")):
         _fsync(path)
@@ -184,8 +221,13 @@ def _discard(path: Path) -> None:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
+    """A kept checkpoint needs its best one: a run that goes on from it may end without finding a better one."""
     older = [path for _, path in list_checkpoints(folder) if path != newest]
-    for path in older[: max(0, len(older) - (keep - 1))]:
+    first = max(0, len(older) - (keep - 1))
+    needed = {best_step(path) for path in (*older[first:], newest)}
+    for path in older[:first]:
+        if step_of(path) in needed:
+            continue
         try:
             _discard(path)
         except OSError as error:  # the new checkpoint is safe, and that is what matters

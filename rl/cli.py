@@ -38,6 +38,7 @@ Examples:
   covey grpo quickstart
   covey grpo my.yaml optim.lr=1e-5 rewards.0.weight=2 --name low-lr
   covey grpo my.yaml --resume auto
+  covey grpo my.yaml model.adapter=runs/sft  go on from a run of covey sft
   covey grpo my.yaml objective.loss=gspo --explain
 """
 
@@ -48,6 +49,7 @@ Learn from examples: supervised fine-tuning on completions or conversations (SFT
 Examples:
   covey sft my.yaml
   covey sft my.yaml optim.epochs=2 'data.prompt=Q: {question}'
+  covey sft my.yaml --dump-batch 3         read what will be trained
 """
 
 DPO_HELP = """
@@ -56,7 +58,7 @@ Learn from preferences: of two completions of a prompt one was chosen, the other
 \b
 Examples:
   covey dpo quickstart-dpo
-  covey dpo my.yaml objective.beta=0.05 model.adapter=runs/mine/checkpoints/step-000100/adapter
+  covey dpo my.yaml objective.beta=0.05 model.adapter=runs/sft
 """
 
 app = typer.Typer(
@@ -79,6 +81,12 @@ Name = Annotated[str | None, typer.Option(help="Name of the run's folder, as run
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and the plan, then stop.")]
 Explain = Annotated[
     bool, typer.Option("--explain", help="Print the objective with its denominators, then stop.")
+]
+DumpBatch = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=0, help="Print the first N documents with their trained tokens marked, then stop."
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -134,12 +142,19 @@ def sft(
     resume: Resume = None,
     name: Name = None,
     dry_run: DryRun = False,
+    dump_batch: DumpBatch = None,
     debug: Debug = False,
 ) -> None:
     def start() -> str | None:
         config = load_config(recipe, _with_name(overrides, name), SftConfig)
         if dry_run:
             _print_dry_run(config, _sft_plan(config), resume)
+        if dump_batch is not None:
+            from covey.rl.dump import dump_batch as lines
+
+            for line in lines(config, dump_batch, colour=sys.stdout.isatty()):
+                typer.echo(line)
+        if dry_run or dump_batch is not None:
             return None
         from covey.rl.api import run_sft
 
@@ -267,9 +282,10 @@ def _grpo_plan(config: GrpoConfig) -> list[str]:
 
 
 def _sft_plan(config: SftConfig) -> list[str]:
-    optim = config.optim
+    optim, share = config.optim, config.eval.share
+    held_out = f", {share:.2%} of it held out" if share else ""
     return [
-        f"data     {config.data.train}, loss on {config.data.loss_on}",
+        f"data     {config.data.train}, loss on {config.data.loss_on}{held_out}",
         f"step     {optim.rows_per_step} rows of up to {config.data.max_tokens} tokens",
         _length(optim),
     ]

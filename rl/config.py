@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from covey.rl.config_types import Count, CountOrZero, Decay, Fraction, NonNegative, Positive, Section
+from covey.rl.config_types import (
+    Count,
+    CountOrZero,
+    Decay,
+    Fraction,
+    NonNegative,
+    OpenShare,
+    Positive,
+    Section,
+)
+from covey.rl.data_config import Source
 from covey.rl.objective_config import ObjectiveSection
 
 
@@ -20,7 +30,9 @@ class ModelSection(Section):
     memory: Literal["auto", "fast", "lean"] = (
         "auto"  # fast keeps activations and 16-bit weights, lean neither
     )
-    adapter: str | None = None  # a PEFT adapter folder to continue from
+    adapter: str | None = (
+        None  # what to continue from: a PEFT adapter's folder, or a run's (its best or last)
+    )
     chat_template: str | None = None  # a file with a Jinja chat template instead of the tokenizer's own
 
 
@@ -31,8 +43,9 @@ class LoraSection(Section):
 
 
 class DataSection(Section):
-    train: str  # FILE.jsonl/.parquet/.csv, a hub id "name[:config[:split]]", or "task:NAME"
-    eval: str | None = None  # the same; "task:NAME" is that task's held-out split
+    train: Source  # a file, folder or glob, a hub id "name[:config[:split]]", "task:NAME"; or a list (docs/data.md)
+    eval: Source | None = None  # the same; "task:NAME" is that task's held-out split
+    malformed: Literal["error", "skip"] = "error"  # rows that cannot be read; skip counts them in a warning
     task: dict[str, Any] = {}  # arguments of task:NAME, for example {digits: 2}
     prompt: str | None = None  # column, or a template like "Q: {question}\nA:"; default: found by name
     completion: str | None = None  # column with the text to learn (SFT)
@@ -48,9 +61,12 @@ class DataSection(Section):
 
 
 class SftDataSection(DataSection):
-    loss_on: Literal["auto", "completion", "assistant", "all"] = "auto"
+    # auto: completions, of conversations every assistant turn. last: only the last such turn
+    loss_on: Literal["auto", "completion", "assistant", "last", "all"] = "auto"
     max_tokens: Count = 2048  # of a whole document
-    # For a document longer than max_tokens `overlong` decides: error, drop, or truncate (keeps its start).
+    # For a document longer than max_tokens: truncate keeps its start, split makes several of a plain text.
+    overlong: Literal["error", "drop", "truncate", "split"] = "error"  # type: ignore[assignment]
+    untrained: Literal["error", "drop"] = "error"  # rows in which no token would be trained
 
 
 class RewardSection(Section):
@@ -100,6 +116,22 @@ class EvalSection(Section):
     max_new_tokens: Count | None = None  # default: rollout.max_new_tokens
 
 
+class SftEvalSection(EvalSection):
+    share: OpenShare | None = None  # of data.train, held out by data.seed instead of data.eval
+    patience: Count | None = (
+        None  # stop after so many evaluations without a better eval/nll; the best is kept
+    )
+    min_delta: NonNegative = 0.0  # by how much eval/nll must fall to count as better
+
+    @model_validator(mode="after")
+    def _check(self) -> "SftEvalSection":
+        if self.patience is not None and not self.every:
+            raise ValueError("eval.patience: counts evaluations, so set eval.every to the steps between two")
+        if self.patience is None and self.min_delta:
+            raise ValueError("eval.min_delta: has no meaning without eval.patience")
+        return self
+
+
 class RunSection(Section):
     dir: str = "runs"
     name: str | None = None  # default: command, model and time
@@ -145,13 +177,17 @@ class SftConfig(Section):
     data: SftDataSection
     rewards: list[RewardSection] = []  # score greedy completions in the evaluations; optional
     optim: SftOptimSection = SftOptimSection()
-    eval: EvalSection = EvalSection()
+    eval: SftEvalSection = SftEvalSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")
     def _check(self) -> "SftConfig":
         if (self.optim.steps is None) == (self.optim.epochs is None):
             raise ValueError("optim: give either steps or epochs")
+        if self.eval.share is not None and self.data.eval is not None:
+            raise ValueError(
+                "eval.share: takes the held-out rows from data.train; leave out data.eval, or this"
+            )
         return self
 
 

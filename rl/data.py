@@ -3,23 +3,26 @@
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from covey.rl.config import DataSection, SftDataSection
-from covey.rl.sources import DataError, Raw, did_you_mean, read_raw
+from covey.rl.config import DataSection
+from covey.rl.shapes import MESSAGES as MESSAGES
+from covey.rl.shapes import Columns, find_columns
+from covey.rl.sources import DataError, Found, did_you_mean, read_source
 
 Message = Mapping[str, Any]
 
-# Names that are recognised; the first of a list wins over the others, which must not compete.
-PROMPT = ("prompt", "question", "problem", "instruction", "input", "query")
-ANSWER = ("answer", "solution", "target", "label", "ground_truth", "final_answer")
-MESSAGES = ("messages", "conversations", "conversation")
-COMPLETION = ("completion", "response", "output")
-TEXT = ("text",)
-
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function": "tool",
+    "observation": "tool",
+} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,132 +48,41 @@ class Row:
     text: str | None = None
 
 
-def load_rows(source: Any, section: DataSection, *, held_out: bool = False) -> list[Row]:
-    """The rows of `source`: a file, a hub id "name[:config[:split]]", "task:NAME", dicts, or a Dataset.
+class Rows(list[Row]):
+    """found: where they come from and which columns are what, in words."""
+
+    found: str = ""
+
+
+def load_rows(source: Any, section: DataSection, *, held_out: bool = False) -> Rows:
+    """The rows of `source`: a file, folder or glob, a hub id "name[:config[:split]]", "task:NAME", a list of
+    SourceSection, dicts, or a Dataset (docs/data.md).
 
     held_out: a task gives its held-out split, a hub id without a split its test split.
-    Raises DataError, which says what is wrong where, and what to do.
+    Raises DataError, which says what is wrong where, and what to do. Rows that are left out are logged as a warning.
     """
     key = "data.eval" if held_out else "data.train"
+    skip = section.malformed == "skip"
     if isinstance(source, str) and source.startswith("task:"):
         from covey.rl.tasks import task_rows
 
-        name = source.removeprefix("task:")
-        columns = task_rows(name, section.task, held_out=held_out)
-        raw: list[Raw] = [(f"{source} row {number}", row) for number, row in enumerate(columns)]
+        values = task_rows(source.removeprefix("task:"), section.task, held_out=held_out)
+        found = Found(source, [(f"{source} row {number}", row) for number, row in enumerate(values)])
     else:
-        raw = read_raw(source, key, held_out)
+        found = read_source(source, key, held_out, skip=skip, seed=section.seed)
         if section.task:
             raise DataError(f'data.task: {key} is not a task, so these would be ignored. Use "task:NAME".')
-    if not raw:
-        name = source if isinstance(source, str) else "the data set"
-        raise DataError(f"{key}: {name} has no rows. Give a data set with at least one.")
-    names = list(dict.fromkeys(name for _, row in raw for name in row))
-    columns = find_columns(names, section)
-    return [_row(index, where, row, columns, section) for index, (where, row) in enumerate(raw)]
-
-
-# ------------------------------------------------------------------------------------------------ columns
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The column, or template, that each part of a row is taken from."""
-
-    prompt: str | None
-    messages: str | None
-    completion: str | None
-    answer: str | None
-    text: str | None
-
-
-def find_columns(names: Sequence[str], section: DataSection) -> Columns:
-    """Which of the columns `names` is what: as the section says, else by name."""
-    if section.prompt and section.messages:
-        raise DataError("data.prompt and data.messages: both are set. Keep one of them.")
-    for key in ("messages", "answer"):
-        _check_column(getattr(section, key), key, names)
-    for key in ("prompt", "completion"):
-        if not _is_template(getattr(section, key), names):
-            _check_column(getattr(section, key), key, names)
-
-    learns = isinstance(section, SftDataSection)
-    completion = section.completion or (_pick("completion", COMPLETION, names) if learns else None)
-    prompt, messages = section.prompt, section.messages
-    if not prompt and not messages:
-        prompt = _pick("prompt", PROMPT, [n for n in names if n not in (section.completion, section.answer)])
-        messages = _pick("messages", MESSAGES, names)
-        if prompt and messages:
-            raise DataError(
-                f"Both {prompt} and {messages} could be the prompt (columns: {', '.join(names)}). "
-                f"Set data.prompt: {prompt}, or data.messages: {messages}"
-            )
-    answer = section.answer or _pick("answer", ANSWER, [n for n in names if n not in (prompt, completion)])
-    if section.answer_after and not answer:
-        raise DataError(
-            f"data.answer_after: no column looks like an answer ({', '.join(names)}). Set data.answer."
-        )
-    text = None
-    if learns:
-        text, completion = _text_or_completion(names, section, prompt, messages, completion or answer)
-    if not prompt and not messages and not text:
-        raise DataError(
-            f"No column looks like a prompt ({', '.join(names)}). Set data.prompt to a column, "
-            f'or to a template like "Q: {{{names[0] if names else "question"}}}\\nA:"'
-        )
-    return Columns(None if text else prompt, messages, completion, answer, text)
-
-
-def _text_or_completion(
-    names: Sequence[str], section: DataSection, prompt: str | None, messages: str | None, target: str | None
-) -> tuple[str | None, str | None]:
-    """For SFT: (the column that is learnt as a whole, the column that is learnt after the prompt)."""
-    if messages:
-        if section.completion:
-            raise DataError("data.completion: the messages already hold the text to learn. Remove this key.")
-        return None, None
-    if prompt and target:
-        return None, target
-    if not prompt and section.completion:
-        return section.completion, None
-    text = None if section.prompt else _pick("completion", TEXT, names)
-    if prompt and not text:
-        raise DataError(
-            f"No column looks like the text to learn after {prompt} ({', '.join(names)}). "
-            "Set data.completion."
-        )
-    return text, None
-
-
-def _check_column(name: str | None, key: str, names: Sequence[str]) -> None:
-    if name is not None and name not in names:
-        hint = did_you_mean(name, names)
-        raise DataError(f'data.{key}: no column "{name}". Columns: {", ".join(names)}.{hint}')
-
-
-def _pick(key: str, known: Sequence[str], names: Sequence[str]) -> str | None:
-    found = [name for name in names if name.lower() in known]
-    first = [name for name in found if name.lower() == known[0]]
-    if first or not found:
-        return first[0] if first else None
-    if len(found) > 1:
-        both = "\\n".join(f"{{{name}}}" for name in found)
-        either = f'one of them, or to a template like "{both}"' if key == "prompt" else "one of them"
-        raise DataError(
-            f"data.{key}: {' and '.join(found)} are all possible (columns: {', '.join(names)}). "
-            f"Set data.{key} to {either}."
-        )
-    return found[0]
-
-
-def _is_template(text: str | None, names: Sequence[str]) -> bool:
-    return text is not None and text not in names and re.search(r"\{[^{}]+\}", text) is not None
+    found.check_any(key, source)
+    columns = find_columns(list(dict.fromkeys(name for _, row in found.rows for name in row)), section)
+    rows = Rows(found.each(lambda i, where, row: make_row(i, where, row, columns, section), key, skip))
+    rows.found = f"{found.name}: {columns.describe()}"
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------- rows
 
 
-def _row(index: int, where: str, row: Mapping[str, Any], columns: Columns, section: DataSection) -> Row:
+def make_row(index: int, where: str, row: Mapping[str, Any], columns: Columns, section: DataSection) -> Row:
     values = dict(row)
     if columns.answer:
         values["answer"] = _answer(row, columns.answer, section.answer_after, where)
@@ -188,6 +100,8 @@ def _row(index: int, where: str, row: Mapping[str, Any], columns: Columns, secti
     else:
         assert columns.prompt is not None
         prompt = _text(row, columns.prompt, "prompt", where)
+        if columns.more and row.get(columns.more) not in (None, ""):
+            prompt += "\n\n" + _text(row, columns.more, "prompt", where)
 
     if columns.completion and isinstance(row.get(columns.completion), list | tuple):
         if messages is None:
@@ -242,7 +156,7 @@ def _text(row: Mapping[str, Any], source: str, key: str, where: str) -> str:
 
 
 def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
-    """Messages with role and content; ShareGPT's from and value are renamed, keys that are None left out."""
+    """Messages with role and content; what ShareGPT calls them is renamed, keys that are None are left out."""
     if not isinstance(value, list | tuple) or not value:
         raise DataError(
             f'{where}: "{column}" is {_short(value)}. '
@@ -254,11 +168,12 @@ def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
         if not isinstance(message, Mapping):
             raise DataError(f'{place} is {_short(message)}. Write {{"role": "user", "content": "..."}}.')
         if "from" in message and "value" in message and "role" not in message:
-            role = SHAREGPT_ROLES.get(message["from"], message["from"])
-            message = {"role": role, "content": message["value"]}
+            others = {name: part for name, part in message.items() if name not in ("from", "value")}
+            message = {"role": message["from"], "content": message["value"], **others}
         message = {key: part for key, part in message.items() if part is not None}
         if not isinstance(message.get("role"), str):
             raise DataError(f'{place} has no "role". It must say who speaks: system, user or assistant.')
+        message["role"] = ROLES.get(message["role"].lower(), message["role"])
         if "tool_calls" not in message and not isinstance(message.get("content"), str | list):
             raise DataError(f'{place} has no text in "content". Correct or remove this row.')
         messages.append({"content": "", **message} if "tool_calls" in message else message)

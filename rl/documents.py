@@ -5,14 +5,14 @@ harm. A document begins with the ids that `make_prompts` gives for its prompt; t
 own, as a sampler would have produced it, and ends with the end of the turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from covey.rl.config import SftDataSection
 from covey.rl.data import DataError, Row
 from covey.rl.templates import Encoded, Encoder
-from covey.rl.turns import Turns
+from covey.rl.turns import Turns, Untrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,42 +27,98 @@ class Document:
     trained: tuple[bool, ...]
 
 
+class Documents(Encoded[Document]):
+    """The documents of `rows` rows.
+
+    split: rows of which several documents were made. untrained: rows that were dropped, as nothing in them is trained.
+    """
+
+    def __init__(
+        self, items: Iterable[Document], *, rows: int, split: int, untrained: int, **facts: Any
+    ) -> None:
+        super().__init__(items, **facts)
+        self.rows, self.split, self.untrained = rows, split, untrained
+
+
 def make_documents(
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
     section: SftDataSection,
     eos_id: int | Sequence[int],
-) -> Encoded[Document]:
+) -> Documents:
     """The rows in their order as documents of at most section.max_tokens ids.
 
     eos_id: what ends a sequence; the first of several is put behind text that has no end of its own.
-    A document that is too long is an error, dropped, or keeps its start, as section.overlong says; it is also
-    dropped if its start has nothing to train. Raises DataError, also for a row with nothing to train.
+    A document that is too long is an error, dropped, keeps its start, or is split, as section.overlong says; it is
+    also dropped if its start has nothing to train. A row with nothing to train is an error or dropped, as
+    section.untrained says. Raises DataError, also if nothing is left.
     """
     encoder = Encoder(tokenizer, section)
     turns = Turns(encoder, [eos_id] if isinstance(eos_id, int) else list(eos_id))
     documents: list[Document] = []
     too_long: list[tuple[Row, int]] = []
-    dropped = 0
+    untrained: list[Row] = []
+    dropped = split = 0
     for row in rows:
-        ids, trained = _encode(row, encoder, turns, section)
-        if not any(trained):
-            raise DataError(f"{row.where}: no token of it would be trained. Correct or remove this row.")
+        try:
+            ids, trained = _encode(row, encoder, turns, section)
+        except Untrained:
+            if section.untrained == "error":
+                raise
+            untrained.append(row)
+            continue
         if len(ids) > section.max_tokens:
             too_long.append((row, len(ids)))
-            ids, trained = ids[: section.max_tokens], trained[: section.max_tokens]
-            if section.overlong == "drop" or not any(trained):
-                dropped += 1
-                continue
-        documents.append(Document(row.index, tuple(ids), tuple(trained)))
+        pieces = [(ids, trained)]
+        if len(ids) > section.max_tokens and section.overlong != "error":
+            pieces = _shortened(row, ids, trained, section)
+            dropped += not pieces
+            split += len(pieces) > 1
+        documents += [Document(row.index, tuple(ids), tuple(trained)) for ids, trained in pieces]
     _check_lengths(len(rows), too_long, len(documents), section)
-    return Encoded(
+    if untrained:
+        encoder.note(
+            f"{untrained[0].where}: nothing of it is trained; {_of(untrained, rows)} were dropped for that."
+        )
+    if split:
+        encoder.note(f"{split} of {len(rows)} rows are longer than data.max_tokens and were split.")
+    return Documents(
         documents,
+        rows=len(rows),
+        split=split,
+        untrained=len(untrained),
         dropped=dropped,
-        truncated=len(too_long) - dropped,
+        truncated=0 if section.overlong == "split" else len(too_long) - dropped,
         longest=max(len(document.ids) for document in documents),
         warnings=encoder.warnings(),
     )
+
+
+def _of(some: Sequence[Row], rows: Sequence[Row]) -> str:
+    return f"{len(some)} of {len(rows)} rows"
+
+
+def _shortened(
+    row: Row, ids: list[int], trained: list[bool], section: SftDataSection
+) -> list[tuple[list[int], list[bool]]]:
+    """What becomes of a document that is too long: nothing, its start, or several pieces.
+
+    A piece begins with the last id of the piece before it, so every id that was a target still is one, once.
+    """
+    limit = section.max_tokens
+    if section.overlong == "drop":
+        return []
+    starts = range(1)
+    if section.overlong == "split":
+        if row.text is None:
+            raise DataError(
+                f"{row.where}: has {len(ids)} tokens, more than data.max_tokens ({limit}), and only plain texts can be "
+                "split: the rest of an answer would lack its question. Raise data.max_tokens, or set data.overlong: "
+                "drop or truncate."
+            )
+        starts = range(0, len(ids) - 1, max(1, limit - 1))
+    pieces = [(ids[k : k + limit], [False, *trained[k + 1 : k + limit]]) for k in starts]
+    return [piece for piece in pieces if any(piece[1])]
 
 
 def _check_lengths(
@@ -73,22 +129,28 @@ def _check_lengths(
         raise DataError(
             f"{too_long[0][0].where}: has {lengths[0]} tokens, more than data.max_tokens "
             f"({section.max_tokens}); so have {len(too_long)} of {rows} rows, the longest {max(lengths)}. "
-            "Raise data.max_tokens, or set data.overlong: drop or truncate."
+            "Raise data.max_tokens, or set data.overlong: drop, truncate or (plain texts) split."
         )
-    if not kept:
+    if kept:
+        return
+    if len(too_long) < rows:
         raise DataError(
-            f"All {rows} rows are longer than data.max_tokens ({section.max_tokens}) and were dropped; they "
-            f"have {min(lengths, default=0)} to {max(lengths, default=0)} tokens. Raise data.max_tokens."
+            f"Nothing is left of {rows} rows: {len(too_long)} are longer than data.max_tokens ({section.max_tokens}), "
+            "in the others no token would be trained. Check data.loss_on and the roles of the messages."
         )
+    raise DataError(
+        f"All {rows} rows are longer than data.max_tokens ({section.max_tokens}) and were dropped; they "
+        f"have {min(lengths, default=0)} to {max(lengths, default=0)} tokens. Raise data.max_tokens."
+    )
 
 
 def _encode(
     row: Row, encoder: Encoder, turns: Turns, section: SftDataSection
 ) -> tuple[list[int], list[bool]]:
-    """Ids of the whole document, and the marks of trained ones."""
+    """Ids of the whole document, and the marks of trained ones. Raises Untrained if there are none."""
     loss_on = section.loss_on
     if row.text is not None:
-        if loss_on in ("completion", "assistant"):
+        if loss_on in ("completion", "assistant", "last"):
             raise DataError(f"data.loss_on: {loss_on} needs a prompt, but {row.where} is one text. Use all.")
         ids = turns.ended(encoder.raw_ids(row.text, row))
         trained = [True] * len(ids)
@@ -99,10 +161,14 @@ def _encode(
         if messages is None or row.messages is None:
             raise DataError(f"{row.where}: has a prompt but nothing to learn after it. Set data.completion.")
         first = encoder.prompt_length(row, messages) if row.prompt_messages and loss_on != "assistant" else 0
-        only_last = loss_on == "completion" and not row.prompt_messages
+        only_last = loss_on == "last" or (loss_on == "completion" and not row.prompt_messages)
         ids, trained = turns.conversation(row, messages, first, only_last=only_last)
     if loss_on == "all":
         trained = [True] * len(ids)
+    if not any(trained[1:]):
+        raise Untrained(
+            f"{row.where}: no token of it would be trained. Correct or remove this row, or set data.untrained: drop."
+        )
     return ids, [False, *trained[1:]]
 
 

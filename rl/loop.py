@@ -1,5 +1,6 @@
 """The run around the steps: evaluations, metrics, samples, checkpoints, and stopping without losing anything."""
 
+import math
 import signal
 import threading
 import time
@@ -8,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from covey.rl.checkpoint import load_checkpoint, save_checkpoint
-from covey.rl.config import EvalSection, RunSection
+from covey.rl.checkpoint import RunError, load_checkpoint, save_checkpoint
+from covey.rl.config import EvalSection, RunSection, SftEvalSection
 from covey.rl.display import Display, Summary
 from covey.rl.metrics import JsonlLogger, Metrics, Sample, write_samples
 from covey.rl.run_folder import RunFolder
@@ -38,6 +39,54 @@ class Trainer(Protocol):
 
     def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None: ...
 
+    def load_adapter(self, adapter: Path, step: int) -> None:
+        """Take the weights of a saved adapter, that of `step`."""
+        ...
+
+
+class Patience:
+    """Which evaluation was the best, and how many since then were not better by more than `min_delta`.
+
+    limit: so many end the run; None: evaluations are not compared at all.
+    """
+
+    METRIC = "eval/nll"
+
+    def __init__(self, limit: int | None = None, min_delta: float = 0.0) -> None:
+        self.limit, self.min_delta = limit, min_delta
+        self.best: int | None = None  # step
+        self.value = math.inf
+        self.waited = 0
+        self.seen = -1  # step of the last evaluation
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Takes note of an evaluation. True if it is the best so far; the first one is, whatever it says."""
+        if self.limit is None or step == self.seen:
+            return False
+        value, self.seen = metrics[self.METRIC], step
+        if self.best is None or value < self.value - self.min_delta:
+            self.best, self.waited = step, 0
+            self.value = math.inf if math.isnan(value) else value
+            return True
+        self.waited += 1
+        return False
+
+    @property
+    def exhausted(self) -> bool:
+        return self.limit is not None and self.waited >= self.limit
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "value": self.value, "waited": self.waited, "seen": self.seen}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.best, self.value = state["best"], state["value"]
+        self.waited, self.seen = state["waited"], state["seen"]
+
+    def say(self, steps: int) -> str:
+        best = "before the run, so training has not helped" if not self.best else f"after step {self.best}"
+        why = f"; {self.waited} evaluations in a row were not better: stopped early, of {steps} steps"
+        return f"{self.METRIC} {self.value:.4f} {best}{why if self.exhausted else ''}"
+
 
 class RunLoop:
     """One run in one folder. `metrics` fills up as it goes; a step's number is that of finished steps (from 1)."""
@@ -52,6 +101,11 @@ class RunLoop:
             run,
             display,
         )
+        self.patience = (
+            Patience(evaluation.patience, evaluation.min_delta)
+            if isinstance(evaluation, SftEvalSection)
+            else Patience()
+        )
         self.done = 0
         self.interrupted = False
         self._saved = -1
@@ -62,39 +116,64 @@ class RunLoop:
 
     def _resume(self, path: Path) -> None:
         checkpoint = load_checkpoint(path)
-        self.trainer.restore(checkpoint.adapter, checkpoint.state, checkpoint.step)
+        state = dict(checkpoint.state)
+        if (compared := state.pop("patience", None)) and self.patience.limit is not None:
+            self.patience.restore(compared)
+        self.trainer.restore(checkpoint.adapter, state, checkpoint.step)
         checkpoint.restore_rng()
         self.folder.rewind(checkpoint.step)
         self.done = self._saved = checkpoint.step
+        if not self.adapter.is_dir():
+            raise RunError(
+                f"the best adapter of this run is missing: {self.adapter}. Copy that checkpoint back, resume from "
+                "another one, or without eval.patience"
+            )
 
     def __call__(self) -> None:
         """Run the steps that are left."""
         started = time.perf_counter()
         try:
             with _stop_requests(self.display.hint) as stop_requested:
-                if self.done == 0:
+                if self._evaluation_is_due():
                     self._evaluate()
-                while self.done < self.trainer.steps and not stop_requested():
+                while not self._finished and not stop_requested():
                     self._step()
-                self.interrupted = self.done < self.trainer.steps
+                self.interrupted = not self._finished
                 every = self.evaluation.every
                 if not self.interrupted and (every == 0 or self.done % every):
                     self._evaluate()
                 self._save()
         finally:
             self._log.close()
+        lines = {"adapter": str(self.adapter), "metrics": str(self.folder.metrics)}
+        if self.patience.best is not None:
+            lines = {"best": self.patience.say(self.trainer.steps), **lines}
+            if self.patience.best != self._saved:  # what the caller gets is the policy that is reported
+                self.trainer.load_adapter(self.adapter, self.patience.best)
         self.display.finish(
             Summary(
                 seconds=time.perf_counter() - started,
                 interrupted=self.interrupted,
-                lines={"adapter": str(self.adapter), "metrics": str(self.folder.metrics)},
+                lines=lines,
             )
         )
 
     @property
     def adapter(self) -> Path:
-        """The newest saved adapter, in PEFT's format."""
-        return self.folder.checkpoints / f"step-{self._saved:06d}" / "adapter"
+        """The saved adapter with the best evaluation if these are compared, else the newest; in PEFT's format."""
+        step = self._saved if self.patience.best is None else self.patience.best
+        return self.folder.checkpoints / f"step-{step:06d}" / "adapter"
+
+    @property
+    def _finished(self) -> bool:
+        return self.done >= self.trainer.steps or self.patience.exhausted
+
+    def _evaluation_is_due(self) -> bool:
+        """Before the first step. A resumed run also makes up for one that its checkpoint was saved before."""
+        if self.patience.limit is None:
+            return self.done == 0
+        every = self.evaluation.every
+        return self.patience.seen < self.done and self.done % every == 0 and not self._finished
 
     def _step(self) -> None:
         before = self.trainer.state()
@@ -114,10 +193,17 @@ class RunLoop:
             write_samples(self.folder.samples(self.done), samples)
             if self.run.samples_every and (self.done == 1 or self.done % self.run.samples_every == 0):
                 self.display.samples(samples)
-        if self.run.save_every and self.done % self.run.save_every == 0:
+        save = bool(self.run.save_every) and self.done % self.run.save_every == 0
+        if save and self.patience.limit is None:
             self._save()
         if self.evaluation.every and self.done % self.evaluation.every == 0:
-            self._evaluate()
+            try:
+                self._evaluate()
+            except Exception:
+                self._save()
+                raise
+        if save:  # behind the evaluation, so that a resumed run knows of it
+            self._save()
 
     def _evaluate(self) -> None:
         self.display.phase("evaluating on held-out rows")
@@ -129,20 +215,26 @@ class RunLoop:
         self.display.evaluation(self.done, metrics)
         if samples:
             write_samples(self.folder.samples(self.done, "eval"), samples)
+        if self.patience(self.done, metrics):
+            self._save()
 
     def _record(self, metrics: Mapping[str, float]) -> None:
         self._log.log(self.done, metrics)
         self.metrics.log(self.done, metrics)
 
     def _save(self, state: dict[str, Any] | None = None) -> None:
-        if self._saved == self.done or self.done == 0:
+        if self._saved == self.done or (self.done == 0 and self.patience.best is None):
             return
+        state = state or self.trainer.state()
+        if self.patience.limit is not None:
+            state = state | {"patience": self.patience.state()}
         save_checkpoint(
             self.folder.path,
             self.done,
             adapter_writer=self.trainer.save_adapter,
-            state=state or self.trainer.state(),
+            state=state,
             keep=self.run.keep,
+            best=self.patience.best,
         )
         self._saved = self.done
 

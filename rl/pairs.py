@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from covey.rl.config import DpoDataSection, SftDataSection
-from covey.rl.data import MESSAGES, Columns, DataError, Row, _row, find_columns
+from covey.rl.data import MESSAGES, Columns, DataError, Row, find_columns, make_row
 from covey.rl.documents import Document, make_documents
-from covey.rl.sources import Raw, did_you_mean, read_raw
+from covey.rl.sources import Found, did_you_mean, read_source
 from covey.rl.templates import Encoded
 
 if TYPE_CHECKING:
@@ -48,20 +48,19 @@ def load_pairs(source: Any, section: DpoDataSection, *, held_out: bool = False) 
     Raises DataError, which says what is wrong where, and what to do.
     """
     key = "data.eval" if held_out else "data.train"
+    skip = section.malformed == "skip"
     if isinstance(source, str) and source.startswith("task:"):
         from covey.rl.tasks import preference_rows
 
         columns = preference_rows(source.removeprefix("task:"), section.task, held_out=held_out)
-        raw: list[Raw] = [(f"{source} row {number}", row) for number, row in enumerate(columns)]
+        found = Found(source, [(f"{source} row {number}", row) for number, row in enumerate(columns)])
     else:
-        raw = read_raw(source, key, held_out)
+        found = read_source(source, key, held_out, skip=skip, seed=section.seed)
         if section.task:
             raise DataError(f'data.task: {key} is not a task, so these would be ignored. Use "task:NAME".')
-    if not raw:
-        name = source if isinstance(source, str) else "the data set"
-        raise DataError(f"{key}: {name} has no rows. Give a data set with at least one.")
-    reader = _Reader(list(dict.fromkeys(name for _, row in raw for name in row)), section)
-    return [reader.preference(index, where, row) for index, (where, row) in enumerate(raw)]
+    found.check_any(key, source)
+    reader = _Reader(list(dict.fromkeys(name for _, row in found.rows for name in row)), section)
+    return found.each(reader.preference, key, skip)
 
 
 class _Reader:
@@ -84,7 +83,7 @@ class _Reader:
         found = self._columns(conversation=whole[0])
         if whole[0]:
             sides = [
-                _row(index, where, row, Columns(None, c, None, found.answer, None), self.section)
+                make_row(index, where, row, Columns(None, c, None, found.answer, None), self.section)
                 for c in self.sides
             ]
             shared = self._shared(where, row, found, *sides)
@@ -92,7 +91,7 @@ class _Reader:
         else:
             assert found.prompt is not None
             sides = [
-                _row(index, where, row, Columns(found.prompt, None, c, found.answer, None), self.section)
+                make_row(index, where, row, Columns(found.prompt, None, c, found.answer, None), self.section)
                 for c in self.sides
             ]
         named = (replace(s, where=f'{where} "{c}"') for s, c in zip(sides, self.sides, strict=True))
@@ -138,7 +137,9 @@ class _Reader:
                 "answers to one prompt. Correct or remove this row."
             )
         if found.prompt and isinstance(row.get(found.prompt), list | tuple):
-            prompt = _row(0, where, row, Columns(found.prompt, None, None, None, None), self.section).messages
+            prompt = make_row(
+                0, where, row, Columns(found.prompt, None, None, None, None), self.section
+            ).messages
             assert prompt is not None
             if chosen.messages[: len(prompt)] != prompt or rejected.messages[: len(prompt)] != prompt:
                 raise DataError(

@@ -4,6 +4,7 @@ The documents fill the same packed Batch (advantage 1), go through the same pass
 loss is the cross-entropy over the tokens that are trained, each weighing 1 / (all of them in the step).
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,11 @@ import torch
 from covey.policies.policy import Policy
 from covey.rl.batch import Document, pack_documents, split, to_device
 from covey.rl.config import SftConfig
+from covey.rl.data import Row
 from covey.rl.distributed import sum_gradients
 from covey.rl.objectives import sft_loss
 from covey.rl.optimizer import FlatAdamW
+from covey.rl.sources import DataError
 from covey.rl.stats import Stats, over_ranks
 from covey.rl.step_metrics import Clock, Measured
 
@@ -48,6 +51,33 @@ def sft_step(
     metrics["tokens/computed"] = len(batch.input_ids)
     metrics["train/tokens_per_s"] = len(batch.input_ids) / max(clock.seconds["train"], 1e-9)
     return metrics | clock.metrics()
+
+
+def hold_out(rows: Sequence[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """(rows to train on, held-out rows), both in their order: a function of the rows and the seed alone.
+
+    Rows that say the same word for word stay together, so nothing that is held out is trained on in another place.
+    Raises DataError if there are too few rows to hold some out.
+    """
+    copies: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        copies.setdefault(repr((row.text, row.prompt, row.completion, row.messages)), []).append(place)
+    groups = list(copies.values())
+    random.Random(f"held out:{seed}").shuffle(groups)
+    wanted = min(max(1, round(share * len(rows))), len(rows) - 1)
+    taken: set[int] = set()
+    for group in groups:
+        if len(taken) + len(group) <= wanted:
+            taken.update(group)
+    if not taken:
+        raise DataError(
+            f"eval.share: {share:g} of {len(rows)} rows, {len(groups)} of them different, cannot be held out. "
+            "Give more rows, or data.eval."
+        )
+    return (
+        [row for place, row in enumerate(rows) if place not in taken],
+        [row for place, row in enumerate(rows) if place in taken],
+    )
 
 
 def document_nll(

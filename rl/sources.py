@@ -3,20 +3,56 @@
 Values arrive as they were written: "007" stays text and 7 stays a number, because a reward may compare them.
 """
 
-import csv
 import difflib
-import json
+import glob
+import logging
+import random
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-Raw = tuple[str, Mapping[str, Any]]  # where a row stands ("train.jsonl:3"), and its columns
+from covey.rl.data_config import SourceSection
+from covey.rl.files import READERS, DataError, Raw, ending, kind_of, read_text_whole
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-class DataError(ValueError):
-    """Something is wrong with the data or its description: one sentence, then what to do."""
+@dataclass
+class Found:
+    """The rows of a source. name: what it is called. bad: rows that were left out (data.malformed: skip)."""
+
+    name: str
+    rows: list[Raw]
+    bad: list[DataError] = field(default_factory=list)
+
+    def check_any(self, key: str, source: Any) -> None:
+        """Raises DataError if there is no row at all; key: data.train or data.eval."""
+        if not self.rows:
+            name = source if isinstance(source, str) else "the data set"
+            empty = DataError(f"{key}: {name} has no rows. Give a data set with at least one.")
+            raise self.bad[0] if self.bad else empty
+
+    def each(self, make: Callable[[int, str, Mapping[str, Any]], T], key: str, skip: bool) -> list[T]:
+        """make(index, where, values) of every row. With skip, rows that are malformed are left out and logged."""
+        made: list[T] = []
+        for where, values in self.rows:
+            try:
+                made.append(make(len(made), where, values))
+            except DataError as error:
+                if not skip:
+                    raise
+                self.bad.append(error)
+        if not made:
+            raise self.bad[0]
+        if self.bad:
+            logger.warning(
+                "%s: %d of %d rows are malformed and were skipped; the first: %s",
+                *(key, len(self.bad), len(self.bad) + len(made), self.bad[0]),
+            )
+        return made
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
@@ -28,120 +64,88 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------- files
 
-
-def _decoded_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError:
-                raise DataError(f"{path}:{number}: not UTF-8 text. Save the file as UTF-8.") from None
+SAME_KIND = {".ndjson": ".jsonl"}
 
 
-def _json_object(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(f'{where}: a row is a JSON object like {{"prompt": "..."}}, this is {_kind(value)}.')
-    return value
+def _kind(path: Path) -> str:
+    return SAME_KIND.get(ending(path), ending(path))
 
 
-def _kind(value: Any) -> str:
-    names = {str: "text", list: "a list", dict: "an object", bool: "a truth value", type(None): "null"}
-    return names.get(
-        type(value), f"a number ({value})" if isinstance(value, int | float) else str(type(value))
-    )
-
-
-def _read_jsonl(path: Path) -> Iterator[Raw]:
-    for number, line in _decoded_lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: not valid JSON ({error.msg}, column {error.colno}). "
-                "Each line holds one whole JSON object; correct or remove this line."
-            ) from None
-        yield where, _json_object(value, where)
-
-
-def _read_json(path: Path) -> Iterator[Raw]:
-    text = "".join(line for _, line in _decoded_lines(path))
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = (
-            "One object per line is called .jsonl: rename it." if error.msg == "Extra data" else "Correct it."
-        )
-        raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg}). {hint}") from None
-    if not isinstance(value, list):
+def _one_kind(paths: list[Path], source: str, key: str) -> list[Path]:
+    """The paths, sorted; raises DataError if a reader would have to choose among them."""
+    kinds = sorted({_kind(path) for path in paths})
+    if len(kinds) > 1:
         raise DataError(
-            f"{path}: expected a list of objects, found {_kind(value)}. Write [{{...}}, {{...}}]."
+            f'{key}: "{source}" holds files of the kinds {", ".join(kinds)}. '
+            f'Choose one with a pattern, such as "{_pattern(source, kinds[0])}".'
         )
-    for number, row in enumerate(value):
-        yield f"{path} row {number}", _json_object(row, f"{path} row {number}")
+    return sorted(paths)
 
 
-def _read_csv(path: Path) -> Iterator[Raw]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a prompt may be longer than csv's default of 128 KiB
-    reader = csv.reader((line for _, line in _decoded_lines(path)), strict=True)
-    try:
-        header = next((fields for fields in reader if fields), [])
-        if len(set(header)) < len(header):
-            twice = next(name for name in header if header.count(name) > 1)
-            raise DataError(f'{path}:1: the column "{twice}" stands twice. Rename one of them.')
-        for fields in reader:
-            where = f"{path}:{reader.line_num}"
-            if not fields:
-                continue
-            if len(fields) != len(header):
-                raise DataError(
-                    f"{where}: {len(fields)} fields, but the header has {len(header)} ({', '.join(header)}). "
-                    'Put fields that hold commas or line breaks in "quotes".'
-                )
-            yield where, dict(zip(header, fields, strict=True))
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: not valid CSV ({error}). Correct this line.") from None
+def _pattern(source: str, kind: str) -> str:
+    folder = Path(source).parent if glob.has_magic(source) else Path(source)
+    return str(folder / f"*{kind}")
 
 
-def _read_parquet(path: Path) -> Iterator[Raw]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{path}: not a readable Parquet file ({reason}). Write the file again.") from None
-    for number, row in enumerate(rows):
-        yield f"{path} row {number}", row
+def _in_folder(path: Path, key: str) -> list[Path]:
+    """The data files of a folder, without those in folders inside it and hidden ones."""
+    inside = [p for p in path.iterdir() if p.is_file() and p.name[0] not in "._" and ending(p)]
+    if not inside:
+        raise DataError(f'{key}: "{path}" is a folder without a data file. Use one of {", ".join(READERS)}.')
+    return _one_kind(inside, str(path), key)
 
 
-READERS = {
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+def _matching(pattern: str, key: str) -> list[Path]:
+    paths = [p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file()]
+    if not paths:
+        raise DataError(f'{key}: no file matches "{pattern}".')
+    if other := [p for p in paths if not ending(p)]:
+        raise DataError(
+            f'{key}: "{pattern}" matches "{other[0]}", which has no known ending. Use one of {", ".join(READERS)}.'
+        )
+    return _one_kind(paths, pattern, key)
 
 
-def _read_file(path: Path, key: str) -> list[Raw]:
+def _read_files(paths: list[Path], name: str, skip: bool, *, whole: bool) -> Found:
+    """whole: a text file is one row instead of one per line."""
+    found = Found(name, [])
+    for path in paths:
+        reader = read_text_whole if whole and _kind(path) == ".txt" else READERS[ending(path)]
+        for row in reader(path):
+            if not isinstance(row, DataError):
+                found.rows.append(row)
+            elif skip:
+                found.bad.append(row)
+            else:
+                raise row
+    return found
+
+
+def _read_path(path: Path, key: str, held_out: bool, skip: bool) -> Found:
     if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir() if p.suffix in READERS)
-        found = f"It holds {', '.join(inside[:8])}" if inside else "It holds no data file"
-        raise DataError(f'{key}: "{path}" is a folder. {found}; name one file.')
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return Found(str(path), _from_saved(path, key, held_out))
+        return _read_files(_in_folder(path, key), str(path), skip, whole=True)
     if not path.exists():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings) or f' The folder "{path.parent}" ' + (
             "does not exist." if not path.parent.is_dir() else "exists, but has no such file."
         )
         raise DataError(f'{key}: no file "{path}".{hint}')
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
+    if not ending(path):
         raise DataError(f'{key}: "{path}" has no known ending. Use one of {", ".join(READERS)}.')
-    return list(reader(path))
+    return _read_files([path], str(path), skip, whole=False)
+
+
+def _from_saved(path: Path, key: str, held_out: bool) -> list[Raw]:
+    """A folder that `save_to_disk` of a data set has written."""
+    import datasets
+
+    loaded: Any = datasets.load_from_disk(str(path))
+    if isinstance(loaded, Mapping):
+        split = _pick_split(loaded, str(path), key, held_out, f"{path}/SPLIT")
+        loaded = loaded[split]
+    return _from_dataset(loaded, str(path))
 
 
 # --------------------------------------------------------------------------------------- hub and objects
@@ -155,14 +159,14 @@ def _from_dataset(dataset: Any, name: str) -> list[Raw]:
     return [(f"{name} row {number}", row) for number, row in enumerate(dataset.with_format(None))]
 
 
-def _pick_split(splits: Mapping[str, Any], source: str, key: str, held_out: bool) -> str:
+def _pick_split(splits: Mapping[str, Any], source: str, key: str, held_out: bool, write: str) -> str:
     wanted = ("test", "validation", "dev") if held_out else ("train",)
     for split in wanted:
         if split in splits:
             return split
     raise DataError(
         f'{key}: "{source}" has no split called {" or ".join(wanted)}, only {", ".join(splits)}. '
-        f'Write {key}: "name:config:split".'
+        f'Write {key}: "{write}".'
     )
 
 
@@ -175,7 +179,7 @@ def _from_hub(source: str, key: str, held_out: bool) -> list[Raw]:
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise DataError(_hub_problem(name, key, error)) from error
     if not split:
-        loaded = loaded[_pick_split(loaded, source, key, held_out)]
+        loaded = loaded[_pick_split(loaded, source, key, held_out, "name:config:split")]
     return _from_dataset(loaded, source)
 
 
@@ -194,23 +198,66 @@ def _hub_problem(name: str, key: str, error: Exception) -> str:
     return f'{key}: cannot load "{name}" from the hub ({reason[:300]}). Write {key}: "name:config:split".'
 
 
-def read_raw(source: Any, key: str, held_out: bool) -> list[Raw]:
-    """The rows of any source but "task:NAME". key: the configuration's key that names it, for messages."""
+def read_source(source: Any, key: str, held_out: bool, *, skip: bool = False, seed: int = 0) -> Found:
+    """The rows of any source but "task:NAME", which are malformed in no row, or, with skip, without those that are.
+
+    key: the configuration's key that names it, for messages. seed: chooses rows where a weight is no whole number.
+    """
+    if isinstance(source, list) and source and isinstance(source[0], SourceSection):
+        parts = [_weighted(s, f"{key}.{k}", held_out, skip, f"{seed}:{k}") for k, s in enumerate(source)]
+        return Found(
+            " + ".join(part.name for part in parts),
+            [row for part in parts for row in part.rows],
+            [error for part in parts for error in part.bad],
+        )
     if isinstance(source, str | Path):
-        path = Path(source).expanduser()
-        looks_like_file = path.suffix.lower() in READERS or str(source).startswith((".", "/", "~"))
-        if path.exists() or looks_like_file:
-            return _read_file(path, key)
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:.*)?", str(source)):
-            raise DataError(
-                f'{key}: "{source}" is neither a file nor a hub id. '
-                'Write FILE.jsonl, "name:config:split" or "task:addition".'
-            )
-        return _from_hub(str(source), key, held_out)
+        return _read_named(str(source), key, held_out, skip)
     if hasattr(source, "with_format") or hasattr(source, "column_names"):
-        return _from_dataset(source, "data set")
+        rows = _from_dataset(source, "data set")
+        return Found(f"{len(rows)} rows given in Python", rows)
     rows = list(source)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(f"row {number}: a row is a mapping of columns, this is {_kind(row)}.")
-    return [(f"row {number}", row) for number, row in enumerate(rows)]
+            raise DataError(f"row {number}: a row is a mapping of columns, this is {kind_of(row)}.")
+    return Found(f"{len(rows)} rows given in Python", [(f"row {n}", row) for n, row in enumerate(rows)])
+
+
+def _read_named(source: str, key: str, held_out: bool, skip: bool) -> Found:
+    path = Path(source).expanduser()
+    looks_like_file = bool(ending(path)) or source.startswith((".", "/", "~"))
+    if path.exists():
+        return _read_path(path, key, held_out, skip)
+    if "*" in source or "?" in source or (looks_like_file and "[" in source):
+        return _read_files(_matching(str(path), key), source, skip, whole=True)
+    if looks_like_file:
+        return _read_path(path, key, held_out, skip)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:.*)?", source):
+        raise DataError(
+            f'{key}: "{source}" is neither a file nor a hub id. '
+            'Write FILE.jsonl, "name:config:split" or "task:addition".'
+        )
+    return Found(source, _from_hub(source, key, held_out))
+
+
+def _weighted(source: SourceSection, key: str, held_out: bool, skip: bool, seed: str) -> Found:
+    """Weight 2.5: every row twice, and a random half of them once more. The rows keep their order."""
+    if source.path.startswith("task:"):
+        raise DataError(
+            f'{key}: "{source.path}" stands alone. Write data.train: {source.path}, without a list.'
+        )
+    found = _read_named(source.path, key, held_out, skip)
+    if not found.rows:
+        raise DataError(f"{key}: {source.path} has no rows. Give a data set with at least one.")
+    count = len(found.rows)
+    if source.weight != 1:
+        wanted = max(1, round(source.weight * count))
+        more = set(random.Random(seed).sample(range(count), wanted % count))
+        found.rows = [row for k, row in enumerate(found.rows) for _ in range(wanted // count + (k in more))]
+    of = "" if source.weight == 1 else f" of {count} x {source.weight:g}"
+    found.name = f"{source.path} ({len(found.rows)}{of})"
+    return found
+
+
+def read_raw(source: Any, key: str, held_out: bool) -> list[Raw]:
+    """The rows of `read_source`, none of them malformed."""
+    return read_source(source, key, held_out).rows

@@ -18,6 +18,7 @@ from covey.policies.spec import ModelSpec, read_spec
 from covey.policies.tokenizer import check_vocabulary, decode_completion, eos_ids, load_tokenizer
 from covey.rewards.reward import Reward, RewardSpec, check_columns, load_reward
 from covey.rewards.runner import Scorer
+from covey.rl.checkpoint import find_adapter
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.data import Cursor, Row, load_rows
 from covey.rl.display import RunInfo
@@ -30,7 +31,7 @@ from covey.rl.loop import Results
 from covey.rl.metrics import sample_rows
 from covey.rl.optimizer import FlatAdamW
 from covey.rl.pairs import Pair, Preference, load_pairs, make_pairs
-from covey.rl.sft import SftMachine, document_nll, sft_step
+from covey.rl.sft import SftMachine, document_nll, hold_out, sft_step
 from covey.rl.sources import DataError
 from covey.rl.templates import Encoded, Encoder, check_context, make_prompts
 from covey.rollout.engine import Message, Prompt, Sampling
@@ -48,6 +49,8 @@ class Sampler:
 
     def __init__(self, config: Config):
         self.config = config
+        given = config.model.adapter
+        self.adapter = None if given is None else find_adapter(Path(given).expanduser())
         self.folder = locate_model(config.model.path)
         self.spec: ModelSpec = read_spec(self.folder)
         self.tokenizer = load_tokenizer(self.folder, config.model.chat_template)
@@ -59,7 +62,8 @@ class Sampler:
     def check_steps(self, steps: int, held_out: Sequence[Any]) -> int:
         """`steps`, with warnings about settings that will have no effect in a run of them."""
         if self.config.eval.every and not held_out:
-            self.warnings.append("eval.every is set, but there are no held-out rows: set data.eval")
+            share = " or eval.share" if isinstance(self.config, SftConfig) else ""
+            self.warnings.append(f"eval.every is set, but there are no held-out rows: set data.eval{share}")
         warmup, lr = self.config.optim.warmup_steps, self.config.optim.lr
         if warmup >= steps:
             self.warnings.append(
@@ -79,7 +83,7 @@ class Sampler:
             dtype=model.dtype,
             device=str(self.device),
             memory=model.memory,
-            adapter=model.adapter,
+            adapter=self.adapter,
             tokens_per_pass=self.config.optim.tokens_per_pass,
             seed=self.config.run.seed,
         )
@@ -101,9 +105,8 @@ class Sampler:
         self.warnings += encoded.warnings
         for word in ("dropped", "truncated"):
             if count := getattr(encoded, word):
-                self.warnings.append(
-                    f"{count} of {len(encoded) + encoded.dropped} {what} were too long and were {word}"
-                )
+                rows = getattr(encoded, "rows", len(encoded) + encoded.dropped)
+                self.warnings.append(f"{count} of {rows} {what} were too long and were {word}")
 
     def encode(self, text: str | Sequence[Message]) -> Prompt:
         """One prompt, written as the configuration writes those of the data."""
@@ -133,9 +136,13 @@ class Sampler:
 
     def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
         """Go on after `step` steps; the reference policy stays what it is."""
-        self.policy.load_weights(read_adapter(adapter)[1])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         self.cursor.restore(state["cursor"])
+        self.load_adapter(adapter, step)
+
+    def load_adapter(self, adapter: Path, step: int) -> None:
+        """Take the weights of a saved adapter, that of `step`."""
+        self.policy.load_weights(read_adapter(adapter)[1])
         self.engine.update(self.policy.weights(), step)
 
     @property
@@ -212,12 +219,15 @@ class GrpoTrainer(Sampler):
     def describe(self, **where: Any) -> RunInfo:
         rollout = self.config.rollout
         rewards = ", ".join(f"{r.name} x {r.weight:g}" for r in self.scorer.rewards)
+        uses_it = self.config.objective.kl_place != "none"
+        reference = "it is the reference" if uses_it else "no reference is computed (objective.beta is 0)"
         facts = self.info(
             objective=explain(self.config.objective, max_new_tokens=rollout.max_new_tokens),
             steps=self.steps,
             rows=rollout.prompts_per_step,
             completions=rollout.group_size,
             details={
+                **({} if self.adapter is None else {"start": f"the adapter {self.adapter}; {reference}"}),
                 "data": f"{self.found}, {len(self.data)} prompts; {len(self.held_out)} held out",
                 "rewards": rewards,
                 "sampling": f"up to {rollout.max_new_tokens} tokens at temperature {rollout.temperature:g}",
@@ -237,9 +247,24 @@ class SftTrainer(Sampler):
         self.config: SftConfig
         loaded = [load_reward(spec) for spec in rewards]
         data, found = _rows(config, loaded, rows)
-        held_out = _held_out(config, loaded, eval_rows)
+        if config.eval.share is None:
+            held_out = _held_out(config, loaded, eval_rows)
+        elif eval_rows is None:
+            data, held_out = hold_out(data, config.eval.share, config.data.seed)
+        else:
+            raise DataError(
+                "eval.share takes the held-out rows from the training rows: leave it or eval_data out"
+            )
+        if config.eval.patience is not None and not held_out:
+            raise DataError("eval.patience needs held-out rows: set data.eval or eval.share")
+        self.held_out_rows = len(held_out)
+        held_out = held_out[: config.eval.rows]
         super().__init__(config)
         self.scorer = Scorer(loaded)
+        if len(held_out) < self.held_out_rows:
+            self.warnings.append(
+                f"{self.held_out_rows} rows are held out, the first {len(held_out)} (eval.rows) are evaluated"
+            )
         self.data = make_documents(data, self.tokenizer, config.data, self.eos)
         self._report("documents", self.data)
         check_context(self.data.longest, 0, self.spec.max_positions)
@@ -281,11 +306,12 @@ class SftTrainer(Sampler):
         tokens = sum(sum(document.trained) for document in self.data)
         share = tokens / max(1, sum(len(document.ids) for document in self.data))
         found = f"{self.found}, {len(self.data)} documents, {tokens} trained tokens ({share:.0%})"
+        start = {} if self.adapter is None else {"start": f"the adapter {self.adapter}"}
         facts = self.info(
             objective=SFT_OBJECTIVE,
             steps=self.steps,
             rows=self.config.optim.rows_per_step,
-            details={"data": f"{found}; {len(self.held_out)} held out"},
+            details={**start, "data": f"{found}; {len(self.held_out)} held out"},
         )
         return RunInfo(**facts, **where)
 
@@ -324,7 +350,7 @@ class DpoTrainer(Sampler):
             len(self.data), optim.rows_per_step, seed, config.data.shuffle, wrap=optim.epochs is None
         )
         self.steps = self.check_steps(optim.steps or self.cursor.steps(optim.epochs or 1.0), self.held_out)
-        self.found = config.data.train if rows is None else f"{len(data)} rows given in Python"
+        self.found = str(config.data.train) if rows is None else f"{len(data)} rows given in Python"
 
     def _pairs(self, what: str, preferences: Sequence[Preference]) -> Encoded[Pair]:
         pairs = make_pairs(preferences, self.tokenizer, self.config.data, self.eos)
@@ -353,7 +379,7 @@ class DpoTrainer(Sampler):
         return metrics | scored, rows
 
     def describe(self, **where: Any) -> RunInfo:
-        adapter = self.config.model.adapter
+        adapter = self.adapter
         reference = f"the adapter {adapter} as it was loaded" if adapter else "the model without its adapter"
         facts = self.info(
             objective=explain_pairs(self.config.objective, reference),
@@ -369,7 +395,7 @@ def _rows(config: Config, rewards: Sequence[Reward], rows: Any) -> tuple[list[Ro
     found = load_rows(config.data.train if rows is None else rows, config.data)
     for reward in rewards:
         check_columns(reward, found[0].columns)
-    return found, config.data.train if rows is None else f"{len(found)} rows given in Python"
+    return found, found.found
 
 
 def _held_out(config: Config, rewards: Sequence[Reward], rows: Any) -> list[Row]:

@@ -19,6 +19,10 @@ PROBE = "covey probe"
 Span = tuple[int, int]
 
 
+class Untrained(DataError):
+    """A row with nothing to learn."""
+
+
 class Turns:
     """Assistant turns of one tokenizer's chat template. eos_ids: what ends a sequence."""
 
@@ -51,8 +55,9 @@ class Turns:
         """Ids up to the end of the last assistant turn; marks of assistant turns from message `first` on."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not turns:
-            raise DataError(
-                f"{row.where}: no assistant message, so nothing to learn. Correct or remove this row."
+            raise Untrained(
+                f"{row.where}: no assistant message, so nothing to learn. Correct or remove this row, or set "
+                "data.untrained: drop."
             )
         messages = messages[: turns[-1] + 1]
         context = self.encoder.render(messages[:-1], row, generation=True)
@@ -105,14 +110,25 @@ class Turns:
             before = self.encoder.render(messages[:i], row, generation=True) if i else ""
             end = self._find_turn(row, messages[:i], context, before, messages[i]) if i else None
             if end is None or not self.encoder.tokenizer.is_fast:
-                self.encoder.note(
-                    "has assistant turns before the last that the chat template does not write as they are "
-                    "in the data (such as reasoning that it cuts); only the last turn is trained",
-                    row,
-                )
+                self._note_changed(row, messages[i])
                 return []
             spans.append((len(before), end))
         return spans
+
+    def _note_changed(self, row: Row, message: Message) -> None:
+        """Said once for all rows: a turn before the last is not written as it is in the data."""
+        reasoned = "reasoning_content" in message or OPEN in str(message["content"])
+        what = (
+            f"reasoning ({OPEN} ... {CLOSE}) in assistant turns before the last, which the chat template cuts out"
+            if reasoned or CLOSE in str(message["content"])
+            else "assistant turns before the last that the chat template does not write as they are in the data"
+        )
+        then = (
+            "these turns are trained as the template writes them"
+            if getattr(self.encoder.section, "loss_on", None) == "all"
+            else "only the last turn is trained"
+        )
+        self.encoder.note(f"has {what}; {then}", row)
 
     def _find_turn(
         self, row: Row, prompt: Sequence[Message], text: str, before: str, message: Message

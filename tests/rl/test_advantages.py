@@ -236,8 +236,9 @@ def test_scaling_the_rewards(reward, scale):
             advantages(scale * reward, kind, eps=1e-12), advantages(reward, kind, eps=1e-12), atol=1e-9
         )
     for kind in ("reinforce++", "reinforce++-baseline"):
+        # 1e-8 stands inside the root: a share of 1e-8 / (2 v), and eighths scaled by 1/4 have v > 2e-5.
         found, other = advantages(scale * reward, kind), advantages(reward, kind)
-        np.testing.assert_allclose(found, other, rtol=1e-5, atol=1e-5)  # 1e-8 stands inside the root
+        np.testing.assert_allclose(found, other, rtol=3e-4, atol=3e-4)
 
 
 @given(groups, st.sampled_from(KINDS), st.randoms(use_true_random=False))

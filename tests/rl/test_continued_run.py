@@ -1,12 +1,17 @@
 """From SFT to GRPO: training goes on from an adapter, and that adapter is the reference."""
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import covey
+from covey.rl.checkpoint import RunError, find_adapter, save_checkpoint
+from covey.rl.cli import app
+from covey.rl.metrics import Metrics
 
 ROWS = [{"prompt": f"{a}{b}=", "completion": f" {a}{b}!"} for a in "abcd" for b in "vwxyz"]
 MODEL = {"path": "tiny", "device": "cpu"}
@@ -36,3 +41,52 @@ def test_the_reference_is_the_adapter_as_it_was_loaded(tmp_path: Path):
         policy.forward_logits([97, 98]), covey.load_policy("tiny").forward_logits([97, 98])
     )
     assert signal.getsignal(signal.SIGINT) == handler  # a run gives Ctrl-C back
+
+
+def test_grpo_goes_on_from_the_folder_of_an_sft_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The two commands of docs/sft.md."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.py").write_text(
+        "def digits(completion):\n    return float(any(map(str.isdigit, completion)))\n"
+    )
+    model = ["model.path=tiny", "model.device=cpu", "data.train=rows.jsonl"]
+    recipe = Path("empty.yaml")
+    recipe.write_text("{}")
+    tune = "optim.epochs=1 optim.rows_per_step=5 optim.lr=1e-2 eval.share=0.2 eval.every=1 eval.patience=9"
+    shown = CliRunner().invoke(app, ["sft", str(recipe), *model, *tune.split(), "--name", "sft"])
+    assert shown.exit_code == 0, shown.output
+    reinforce = (
+        "model.adapter=runs/sft rewards.0.use=mine.py:digits rollout.prompts_per_step=4 rollout.group_size=4 "
+        "rollout.max_new_tokens=6 objective.beta=0.1 optim.steps=1"
+    )
+    shown = CliRunner().invoke(app, ["grpo", str(recipe), *model, *reinforce.split(), "--name", "grpo"])
+    assert shown.exit_code == 0, shown.output
+    adapter = find_adapter(Path("runs/sft"))
+    (line,) = [line for line in shown.output.splitlines() if line.startswith("start ")]
+    assert line.split(maxsplit=1)[1] == f"the adapter {adapter}; it is the reference"
+    metrics = Metrics.read(Path("runs/grpo/metrics.jsonl"))
+    assert metrics.column("kl/reference")[0] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_path_to_go_on_from_may_be_an_adapter_a_checkpoint_or_a_run(tmp_path: Path) -> None:
+    def checkpoint(step: int, best: int | None) -> Path:
+        return save_checkpoint(
+            tmp_path,
+            step,
+            adapter_writer=lambda f: (f / "adapter_config.json").write_text("{}"),
+            state={},
+            best=best,
+        )
+
+    first, second = checkpoint(1, None), checkpoint(2, None)
+    assert find_adapter(first) == find_adapter(first / "adapter") == first / "adapter"
+    assert find_adapter(tmp_path) == second / "adapter"
+    checkpoint(2, best=1)
+    assert find_adapter(tmp_path) == first / "adapter"
+    empty = tmp_path / "empty"
+    (empty / "checkpoints").mkdir(parents=True)
+    with pytest.raises(RunError, match="a run without a checkpoint"):
+        find_adapter(empty)

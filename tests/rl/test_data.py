@@ -70,11 +70,11 @@ def test_json_parquet_and_datasets_give_the_same_columns(tmp_path):
         ("t.jsonl", b'{"prompt": "p"}\n\n{"prompt": }\n', r"t\.jsonl:3: not valid JSON"),
         ("t.jsonl", b'{"prompt": "p"}\n["q"]\n', r"t\.jsonl:2: a row is a JSON object.*a list"),
         ("t.jsonl", b'{"prompt": "p"}\n{"prompt": "\xff"}\n', r"t\.jsonl:2: not UTF-8"),
-        ("t.json", b'{"prompt": "p"}\n{"prompt": "q"}\n', r"called \.jsonl: rename it"),
+        ("t.json", b'[{"prompt": "p"}\n{"prompt": "q"}]\n', r"t\.json:2: not valid JSON"),
         ("t.csv", b"prompt,answer\na,1\nb,2,3\n", r"t\.csv:3: 3 fields, but the header has 2"),
         ("t.csv", b"prompt,prompt\na,1\n", r't\.csv:1: the column "prompt" stands twice'),
         ("t.parquet", b"no parquet", r"t\.parquet: not a readable Parquet"),
-        ("t.txt", b"prompt", r'"[^"]*t\.txt" has no known ending. Use one of \.jsonl'),
+        ("t.doc", b"prompt", r'"[^"]*t\.doc" has no known ending. Use one of \.jsonl'),
         ("t.jsonl", b"\n \n", r"data\.train: .*t\.jsonl has no rows"),
     ],
 )
@@ -91,8 +91,9 @@ def test_missing_file_and_folder_suggest_what_is_there(tmp_path):
         DataError, match=r'data\.train: no file .*trian\.jsonl".* Did you mean "train\.jsonl"\?'
     ):
         load_rows(str(tmp_path / "trian.jsonl"), SECTION)
-    with pytest.raises(DataError, match=r"data\.eval: .* is a folder\. It holds train\.jsonl"):
-        load_rows(str(tmp_path), SECTION, held_out=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"data\.eval: .* is a folder without a data file"):
+        load_rows(str(tmp_path / "empty"), SECTION, held_out=True)
     with pytest.raises(DataError, match="does not exist"):
         load_rows(str(tmp_path / "nowhere" / "x.csv"), SECTION)
     assert issubclass(DataError, ValueError)

@@ -246,3 +246,76 @@ def test_earlier_turns_without_reasoning_are_trained_where_the_last_gets_an_empt
     found = documents(tokenizer, [conversation("hi", "ok", "sum", "8")])
     assert trained_text(tokenizer, found[0]) == "ok<|im_end|><think>\n\n</think>\n\n8<|im_end|>"
     assert not found.warnings
+
+
+# ---------------------------------------------------------------------------- policies for odd rows
+
+
+def test_a_split_text_trains_every_token_once(word_tokenizer, word_id):
+    tokenizer = word_tokenizer(skip_spaces=True)
+    words = [f"w{i}" for i in range(11)]
+    whole = (BOS, *map(word_id, words), EOS)  # 13 ids, of which 12 are targets
+    found = documents(
+        tokenizer, [{"text": "a"}, {"text": " ".join(words)}], eos=EOS, max_tokens=5, overlong="split"
+    )
+    assert [d.row for d in found] == [0, 1, 1, 1]
+    pieces = found[1:]
+    assert [len(d.ids) for d in pieces] == [5, 5, 5]
+    targets = [i for d in pieces for i, t in zip(d.ids, d.trained, strict=True) if t]
+    assert targets == list(whole[1:])
+    assert [d.ids[0] for d in pieces] == [whole[0], whole[4], whole[8]]  # what the first target follows
+    assert (found.split, found.truncated, found.dropped, found.rows, found.longest) == (1, 0, 0, 2, 5)
+    assert found.warnings == ["1 of 2 rows are longer than data.max_tokens and were split."]
+
+
+@pytest.mark.parametrize("length", range(1, 12))
+def test_no_piece_of_a_split_is_empty(word_tokenizer, length):
+    found = documents(
+        word_tokenizer(skip_spaces=True), [{"text": "a " * length}], eos=EOS, max_tokens=3, overlong="split"
+    )
+    assert sum(sum(d.trained) for d in found) == length + 1
+    assert all(2 <= len(d.ids) <= 3 and any(d.trained) for d in found)
+
+
+def test_only_plain_texts_are_split(word_tokenizer):
+    rows = [{"prompt": "a", "completion": "b b b b"}]
+    with pytest.raises(DataError, match=r"row 0: has .* only plain texts can be split"):
+        documents(word_tokenizer(), rows, eos=EOS, max_tokens=4, overlong="split")
+    with pytest.raises(DataError, match="only plain texts can be split"):
+        documents(word_tokenizer(template=CHATML), [conversation("hi", "ok")], max_tokens=4, overlong="split")
+
+
+def test_rows_with_nothing_to_train_are_dropped_and_counted_if_wanted(word_tokenizer):
+    tokenizer = word_tokenizer(template=CHATML)
+    user = {"messages": [{"role": "user", "content": "hi"}]}
+    found = documents(tokenizer, [user, conversation("hi", "ok"), user], untrained="drop")
+    assert ([d.row for d in found], found.untrained, found.dropped) == ([1], 2, 0)
+    assert found.warnings == ["row 0: nothing of it is trained; 2 of 3 rows were dropped for that."]
+    texts = [{"text": "<eos>"}, {"text": "a"}]
+    assert documents(word_tokenizer(add_bos=False), texts, eos=EOS, untrained="drop").untrained == 1
+    with pytest.raises(DataError, match="Nothing is left of 2 rows: 0 are longer"):
+        documents(tokenizer, [user, user], untrained="drop")
+
+
+def test_loss_on_last_trains_the_last_assistant_turn_only(word_tokenizer):
+    tokenizer = word_tokenizer(template=CHATML)
+    turns = conversation("hi", "ok", "sum", "8")["messages"]
+    for row in (
+        {"messages": turns},
+        {"prompt": turns[:1], "completion": turns[1:]},
+        {"prompt": turns[:3], "completion": "8"},
+    ):
+        (document,) = documents(tokenizer, [row], loss_on="last")
+        assert trained_text(tokenizer, document) == "8<|im_end|>"
+    with pytest.raises(DataError, match=r"data\.loss_on: last needs a prompt"):
+        documents(word_tokenizer(), [{"text": "a"}], loss_on="last")
+
+
+def test_reasoning_that_the_template_cuts_is_said_once_and_truly(word_tokenizer):
+    tokenizer = word_tokenizer(template=QWEN3)
+    row = conversation("sum", "<think>\na\n</think>\n\nok", "sum", REASONED)
+    for loss_on, said in (("auto", "only the last turn is trained"), ("all", "as the template writes them")):
+        (warning,) = documents(tokenizer, [row] * 3, loss_on=loss_on).warnings
+        assert "row 0: has reasoning (<think> ... </think>) in assistant turns before the last" in warning
+        assert said in warning and "2 more rows" in warning
+    assert not documents(tokenizer, [row], loss_on="last").warnings  # a sampler would see the same
