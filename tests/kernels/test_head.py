@@ -172,6 +172,21 @@ def test_confident_tokens_keep_value_and_gradient(head, margin):
     torch.testing.assert_close(dz.double(), -(1 - q) * sides, rtol=1e-5, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.6, 1.3])
+@pytest.mark.parametrize("margin", [17.0, 25.0, 40.0])
+def test_confident_tokens_keep_value_at_a_temperature_on_a_gpu(margin, temperature):
+    """As above with z / temperature, whose division may be fused with a subtraction that must give exactly 0."""
+    z = torch.tensor([[3.3 + margin * temperature, 3.3]], device="cuda")
+    logp, _, dz, _ = gradients_of_logits("triton", z, torch.tensor([0], device="cuda"), temperature)
+    exact = (z.double()[0, 0] - z.double()[0, 1]).item() / temperature
+    q = 1 / (1 + math.exp(exact))
+    torch.testing.assert_close(logp.double().item(), math.log1p(-q), rtol=2e-5, atol=0)
+    torch.testing.assert_close(
+        dz.double().cpu() * temperature, q * torch.tensor([[1.0, -1.0]]).double(), rtol=2e-5, atol=0
+    )
+
+
 def test_closed_forms(head):
     def logp_of(*z: float) -> float:
         value = gradients_of_logits(head, torch.tensor([z]), torch.tensor([0]))[0].item()
