@@ -19,7 +19,6 @@ Four ways lead to the same numbers:
     cudnn    one call per group of equal segments: CUDA, 16 bit, no soft-cap, no window, few distinct shapes
 """
 
-import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -37,7 +36,7 @@ from covey.kernels.attention_flash import (
     uses_flash,
 )
 from covey.kernels.attention_tiles import TileLists
-from covey.kernels.dispatch import use_triton
+from covey.kernels.dispatch import insists_on_triton, use_triton
 
 Kind = Literal["dense", "flash", "triton", "cudnn"]
 
@@ -66,7 +65,7 @@ def pick_kind(
     In 16 bit on a GPU Triton on Hopper, where it measured faster, and for what FlashAttention cannot do, else
     FlashAttention; everywhere else torch. COVEY_KERNELS=triton always asks for Triton.
     """
-    insists = os.environ.get("COVEY_KERNELS") == "triton"
+    insists = insists_on_triton()
     flash = not softcap and not window and uses_flash(device, dtype, head_dim)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     if insists or (device.type == "cuda" and dtype.itemsize <= 2 and (hopper or not flash)):

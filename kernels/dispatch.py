@@ -35,6 +35,11 @@ def use_triton(x: Tensor, kernel: str, unless: str = "") -> bool:
     return not reason
 
 
+def insists_on_triton() -> bool:
+    """True if COVEY_KERNELS=triton: kernels run also where they are not the default, such as those not measured yet."""
+    return os.environ.get("COVEY_KERNELS") == "triton"
+
+
 def interpreted() -> bool:
     """True if Triton kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from covey.kernels.dispatch import use_triton
+from covey.kernels.dispatch import insists_on_triton, use_triton
 
 _TOP_P_FIRST_LOOK = 1024  # candidates looked at before the whole vocabulary is sorted
 
@@ -59,7 +59,8 @@ def sample(
     if temperature == 0:
         top_k, top_p, min_p = 0, 1.0, 0.0
     rows_apart = "" if logits_BV.stride(1) == 1 or vocab == 1 else "rows that are not contiguous"
-    if use_triton(logits_BV, "sample", unless=rows_apart):
+    # Not the default before it has been measured on a card.
+    if insists_on_triton() and use_triton(logits_BV, "sample", unless=rows_apart):
         from covey.kernels import sample_triton
 
         if out is None:
