@@ -93,6 +93,8 @@ class DecoderPolicy:
     def refresh(self) -> None:
         """Brings what is computed with up to date with the adapter's master copy."""
         self.adapter.refresh()
+        if not self._lora:  # the adapter is off: its columns and rows are not read
+            return
         if self._placed is not self._lora:
             self._placed, self._places = self._lora, self._adapter_places()
         if self._places:

@@ -29,7 +29,6 @@ from covey.kernels.lora_linear import (
     attach_input,
     input_gradient,
     linear,
-    wide,
 )
 from covey.kernels.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_backward
 from covey.kernels.rope import pack_qkv_grad, rope_inplace
@@ -98,8 +97,14 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """An empty x+ of a group and its first K columns as a view; without an adapter both are [T, K]."""
         group = self.groups[name]
-        x_wide = wide(tokens, group.k, group.padding if group.key in lora else 0, like)
-        return x_wide, x_wide[:, : group.k]
+        return group.room(tokens, group.k, like, lora)
+
+    def gradient_room(
+        self, name: str, tokens: int, like: Tensor, lora: dict[str, LoraGroup]
+    ) -> tuple[Tensor, Tensor]:
+        """An empty dy+ of a group and its first N columns as a view; without an adapter both are [T, N]."""
+        group = self.groups[name]
+        return group.room(tokens, group.n, like, lora)
 
     def project(
         self, name: str, x_wide: Tensor, lora: dict[str, LoraGroup], scale: float, out: Tensor | None = None
@@ -132,13 +137,15 @@ class DecoderLayer:
         self, x_TH: Tensor, attn_wide: Tensor, lora: dict[str, LoraGroup], scale: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """From the attention's output to gate_up: h, n2+, rstd2, gate_up [T, 2 F + P]."""
-        tokens, group = len(x_TH), self.groups["gate_up"]
+        tokens = len(x_TH)
         o = self.project("o", attn_wide, lora, scale)
         n2_wide, n2 = self.room_for("gate_up", tokens, x_TH, lora)
         h, _, rstd2 = add_rmsnorm(o, x_TH, self.norm2, self.spec.norm_eps, out=n2, inplace=True)
-        gate_up = wide(tokens, group.n, group.padding if group.key in lora else 0, x_TH)
-        self.project("gate_up", n2_wide, lora, scale, out=gate_up[:, : group.n])
-        return h, n2_wide, rstd2, gate_up
+        gate_up_wide, gate_up = self.gradient_room(
+            "gate_up", tokens, x_TH, lora
+        )  # its gradient comes here too
+        self.project("gate_up", n2_wide, lora, scale, out=gate_up)
+        return h, n2_wide, rstd2, gate_up_wide
 
     def end(
         self, h_TH: Tensor, gate_up: Tensor, lora: dict[str, LoraGroup], scale: float
@@ -182,7 +189,7 @@ class DecoderLayer:
         kept.gate_up = kept.n2 = x_TH[:0]  # the largest activations make room for what follows
         if now.store is not None:
             now.store.fetch(self.index - 1)
-        dh_wide, dh = self._gradient_room("o", tokens, x_TH, now)
+        dh_wide, dh = self.gradient_room("o", tokens, x_TH, now.lora)
         rmsnorm_backward(dn2, kept.h, self.norm2, kept.rstd2, residual=dout_TH, out=dh)
 
         shape = (self.spec.num_heads, self.spec.head_dim)
@@ -190,12 +197,14 @@ class DecoderLayer:
         attn = kept.attn[:, : groups["o"].k].unflatten(1, shape)
         scale = self.spec.attention_scale
         grads = attention_backward(dattn, *self.heads(kept.qkv), attn, kept.lse, now.plan, scale)
-        dqkv, _ = self._gradient_room("qkv", tokens, x_TH, now)
+        dqkv, _ = self.gradient_room("qkv", tokens, x_TH, now.lora)
         pack_qkv_grad(*grads, dqkv, *now.rope)
         dn1 = self._back("qkv", dqkv, kept.n1, now, need_dx=self.index > 0)
         if dn1 is None:
             return None
-        now.room["dx"], dx = self._gradient_room("down", tokens, x_TH, now)  # the layer below finds it there
+        now.room["dx"], dx = self.gradient_room(
+            "down", tokens, x_TH, now.lora
+        )  # the layer below finds it there
         return rmsnorm_backward(dn1, x_TH, self.norm1, kept.rstd1, residual=dh, out=dx)
 
     def _mlp_backward(self, dout_TH: Tensor, kept: Kept, now: Pass) -> None:
@@ -203,7 +212,7 @@ class DecoderLayer:
         down, adapter = self.groups["down"], now.lora.get(self.groups["down"].key)
         dout_wide = now.room.pop("dx", None)
         if dout_wide is None or dout_wide.data_ptr() != dout_TH.data_ptr() or len(dout_wide) != len(dout_TH):
-            dout_wide, dout = self._gradient_room("down", len(dout_TH), dout_TH, now)
+            dout_wide, dout = self.gradient_room("down", len(dout_TH), dout_TH, now.lora)
             dout.copy_(dout_TH)
         if adapter is not None:
             attach_gradient(dout_wide, down.padding, adapter, now.lora_scale)
@@ -216,12 +225,6 @@ class DecoderLayer:
                 z = dact.new_empty(len(dact), adapter.rank)
                 torch.addmm(z, dact, adapter.a.t(), beta=0.0, alpha=now.lora_scale, out=z)
             adapter_gradients(dact, z, dout_wide, down.padding, adapter)
-
-    def _gradient_room(self, name: str, tokens: int, like: Tensor, now: Pass) -> tuple[Tensor, Tensor]:
-        """An empty dy+ of a group and its first N columns as a view; without an adapter both are [T, N]."""
-        group = self.groups[name]
-        dy_wide = wide(tokens, group.n, group.padding if group.key in now.lora else 0, like)
-        return dy_wide, dy_wide[:, : group.n]
 
     def _back(self, name: str, dy_wide: Tensor, x_wide: Tensor, now: Pass, *, need_dx: bool = True) -> Any:
         """dx [T, K] of a dy+ whose first N columns are filled, and the adapter's gradients."""

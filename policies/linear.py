@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from covey.kernels.lora_linear import LoraGroup, adapter_places, row_stride
+from covey.kernels.lora_linear import LoraGroup, adapter_places, row_stride, wide
 from covey.policies.weight import NF4Weight
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -80,6 +80,13 @@ class LinearGroup:
             for where, what in adapter_places(out, lora):
                 where.copy_(what)
         return out
+
+    def room(
+        self, tokens: int, columns: int, like: Tensor, lora: dict[str, LoraGroup]
+    ) -> tuple[Tensor, Tensor]:
+        """An empty [tokens, columns + P] and its first columns as a view; without an adapter P is left out."""
+        whole = wide(tokens, columns, self.padding if self.key in lora else 0, like)
+        return whole, whole[:, :columns]
 
     def dense(self) -> Tensor:
         """W [N, K] alone, for who wants to look at it."""
