@@ -3,7 +3,7 @@
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from covey.rl.config import DataSection
 from covey.rl.shapes import MESSAGES as MESSAGES
 from covey.rl.shapes import Columns, find_columns
 from covey.rl.sources import DataError, Found, did_you_mean, read_source
+from covey.rl.tasks import task_rows
 
 Message = Mapping[str, Any]
 
@@ -54,6 +55,26 @@ class Rows(list[Row]):
     found: str = ""
 
 
+def source_key(held_out: bool) -> str:
+    return "data.eval" if held_out else "data.train"
+
+
+def find_source(
+    source: Any, section: DataSection, held_out: bool, of_task: Callable[..., list[dict[str, Any]]]
+) -> Found:
+    """The raw rows of a source, at least one; of_task(name, arguments, held_out=...) makes those of "task:NAME"."""
+    key = source_key(held_out)
+    if isinstance(source, str) and source.startswith("task:"):
+        values = of_task(source.removeprefix("task:"), section.task, held_out=held_out)
+        found = Found(source, [(f"{source} row {number}", row) for number, row in enumerate(values)])
+    else:
+        found = read_source(source, key, held_out, skip=section.malformed == "skip", seed=section.seed)
+        if section.task:
+            raise DataError(f'data.task: {key} is not a task, so these would be ignored. Use "task:NAME".')
+    found.check_any(key, source)
+    return found
+
+
 def load_rows(source: Any, section: DataSection, *, held_out: bool = False) -> Rows:
     """The rows of `source`: a file, folder or glob, a hub id "name[:config[:split]]", "task:NAME", a list of
     SourceSection, dicts, or a Dataset (docs/data.md).
@@ -61,20 +82,14 @@ def load_rows(source: Any, section: DataSection, *, held_out: bool = False) -> R
     held_out: a task gives its held-out split, a hub id without a split its test split.
     Raises DataError, which says what is wrong where, and what to do. Rows that are left out are logged as a warning.
     """
-    key = "data.eval" if held_out else "data.train"
-    skip = section.malformed == "skip"
-    if isinstance(source, str) and source.startswith("task:"):
-        from covey.rl.tasks import task_rows
-
-        values = task_rows(source.removeprefix("task:"), section.task, held_out=held_out)
-        found = Found(source, [(f"{source} row {number}", row) for number, row in enumerate(values)])
-    else:
-        found = read_source(source, key, held_out, skip=skip, seed=section.seed)
-        if section.task:
-            raise DataError(f'data.task: {key} is not a task, so these would be ignored. Use "task:NAME".')
-    found.check_any(key, source)
+    found = find_source(source, section, held_out, task_rows)
     columns = find_columns(list(dict.fromkeys(name for _, row in found.rows for name in row)), section)
-    rows = Rows(found.each(lambda i, where, row: make_row(i, where, row, columns, section), key, skip))
+    rows = Rows(
+        found.each(
+            lambda i, where, row: make_row(i, where, row, columns, section),
+            *(source_key(held_out), section.malformed == "skip"),
+        )
+    )
     rows.found = f"{found.name}: {columns.describe()}"
     return rows
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from covey.rl.config import DpoDataSection, SftDataSection
-from covey.rl.data import MESSAGES, Columns, DataError, Row, find_columns, make_row
+from covey.rl.data import MESSAGES, Columns, DataError, Row, find_columns, find_source, make_row, source_key
 from covey.rl.documents import Document, make_documents
-from covey.rl.sources import Found, did_you_mean, read_source
+from covey.rl.sources import did_you_mean
+from covey.rl.tasks import preference_rows
 from covey.rl.templates import Encoded
 
 if TYPE_CHECKING:
@@ -47,20 +48,9 @@ def load_pairs(source: Any, section: DpoDataSection, *, held_out: bool = False) 
     held_out: a task gives its held-out split, a hub id without a split its test split.
     Raises DataError, which says what is wrong where, and what to do.
     """
-    key = "data.eval" if held_out else "data.train"
-    skip = section.malformed == "skip"
-    if isinstance(source, str) and source.startswith("task:"):
-        from covey.rl.tasks import preference_rows
-
-        columns = preference_rows(source.removeprefix("task:"), section.task, held_out=held_out)
-        found = Found(source, [(f"{source} row {number}", row) for number, row in enumerate(columns)])
-    else:
-        found = read_source(source, key, held_out, skip=skip, seed=section.seed)
-        if section.task:
-            raise DataError(f'data.task: {key} is not a task, so these would be ignored. Use "task:NAME".')
-    found.check_any(key, source)
+    found = find_source(source, section, held_out, preference_rows)
     reader = _Reader(list(dict.fromkeys(name for _, row in found.rows for name in row)), section)
-    return found.each(reader.preference, key, skip)
+    return found.each(reader.preference, source_key(held_out), section.malformed == "skip")
 
 
 class _Reader:
