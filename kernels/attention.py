@@ -50,7 +50,7 @@ class AttentionPlan:
     """What is derived from the segments once per batch and used by every layer."""
 
     kind: Kind
-    longest: int  # positions that the farthest token sees; a window of this size hides nothing
+    longest: int  # see `reach`
     blocks: tuple[Block, ...] = ()
     flash: FlashPlan | None = None
     tiles: TileLists | None = None
@@ -75,6 +75,11 @@ def pick_kind(
     return "flash" if flash else "dense"
 
 
+def reach(segments_S4: Tensor) -> int:
+    """How many positions the farthest token sees, itself included; a window of this size hides nothing."""
+    return max((end - start + pe - ps for start, end, ps, pe in segments_S4.tolist()), default=0)
+
+
 def attention_plan(
     segments_S4: Tensor, device: torch.device, *, flash: bool = False, kind: Kind | None = None
 ) -> AttentionPlan:
@@ -85,7 +90,7 @@ def attention_plan(
     """
     rows = segments_S4.tolist()
     assert all(a[1] == b[0] for a, b in pairwise(rows)), "segments must tile the tokens in order"
-    longest = max((end - start + pe - ps for start, end, ps, pe in rows), default=0)
+    longest = reach(segments_S4)
     kind = kind or ("flash" if flash else "dense")
     if kind == "flash":
         return AttentionPlan(kind, longest, flash=flash_plan(rows, device))

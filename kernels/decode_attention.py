@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from covey.kernels.decode_attention_triton import Work
 
 FARTHEST = 1 << 24  # elements between places, so that offsets within a block of 128 keys fit into 32 bits
+GATHERED = 1 << 22  # numbers that the reference gathers from a pool at a time
 WIDEST_HEAD, WIDEST_SHARE = 256, 64  # of the kernels: head dimension, and query heads per key-value head
 
 
@@ -130,22 +131,28 @@ def decode_attention_reference(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The same row by row over max_prefix + max_own places, most of them masked."""
+    """The same over the places that some row sees, so many rows at a time as GATHERED allows for."""
     acc, (rows, n, d), m = accumulate_dtype(q_Bnd.dtype), q_Bnd.shape, k_pool.shape[1]
     place_BL, hidden_BL = tables.candidates(window)
+    seen_L = ~hidden_BL.all(0)
+    place_BL, hidden_BL = place_BL[:, seen_L], hidden_BL[:, seen_L]
     out = q_Bnd.new_empty(rows, n, d)
-    for b in range(rows):
-        hidden_L = hidden_BL[b]
-        k_mLd, v_mLd = (
-            pool[place_BL[b]].to(acc).masked_fill(hidden_L[:, None, None], 0.0).transpose(0, 1)
+    at_once = max(1, GATHERED // max(1, place_BL.shape[1] * m * d))
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        hidden_bL = hidden_BL[part]
+        k_bmLd, v_bmLd = (
+            pool[place_BL[part]].to(acc).masked_fill(hidden_bL[:, :, None, None], 0.0).transpose(1, 2)
             for pool in (k_pool, v_pool)
         )
-        scores_mrL = q_Bnd[b].to(acc).reshape(m, n // m, d) @ k_mLd.transpose(1, 2) * scale
+        q_bmrd = q_Bnd[part].to(acc).reshape(-1, m, n // m, d)
+        scores_bmrL = q_bmrd @ k_bmLd.transpose(2, 3) * scale
         if softcap:
-            scores_mrL = softcap * torch.tanh(scores_mrL / softcap)
-        weights_mrL = torch.softmax(scores_mrL.masked_fill(hidden_L, -torch.inf), -1)
-        weights_mrL = weights_mrL.masked_fill(hidden_L, 0.0)  # they are NaN where a row sees nothing
-        out[b] = (weights_mrL @ v_mLd).view(n, d)
+            scores_bmrL = softcap * torch.tanh(scores_bmrL / softcap)
+        hidden_b11L = hidden_bL[:, None, None]
+        weights_bmrL = torch.softmax(scores_bmrL.masked_fill(hidden_b11L, -torch.inf), -1)
+        weights_bmrL = weights_bmrL.masked_fill(hidden_b11L, 0.0)  # they are NaN where a row sees nothing
+        out[part] = (weights_bmrL @ v_bmLd).view(-1, n, d)
     return out
 
 

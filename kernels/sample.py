@@ -25,7 +25,8 @@ import math
 import torch
 from torch import Tensor
 
-from covey.kernels.dispatch import insists_on_triton, use_triton
+from covey.kernels.dispatch import use_triton
+from covey.kernels.head import target_logp
 
 _TOP_P_FIRST_LOOK = 1024  # candidates looked at before the whole vocabulary is sorted
 
@@ -59,8 +60,7 @@ def sample(
     if temperature == 0:
         top_k, top_p, min_p = 0, 1.0, 0.0
     rows_apart = "" if logits_BV.stride(1) == 1 or vocab == 1 else "rows that are not contiguous"
-    # Not the default before it has been measured on a card.
-    if insists_on_triton() and use_triton(logits_BV, "sample", unless=rows_apart):
+    if use_triton(logits_BV, "sample", unless=rows_apart):
         from covey.kernels import sample_triton
 
         if out is None:
@@ -101,6 +101,24 @@ def sample_reference(
     rest_B = mass_BV.scatter_(-1, id_B1, 0).sum(-1).double()
     logp_B = -torch.logaddexp(rest_B.log() - relative_B, torch.zeros_like(rest_B))
     return id_B1.squeeze(-1), logp_B.to(logits_BV.dtype)
+
+
+def log_prob(logits_BV: Tensor, id_B: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature)[id], [B] in the dtype of the logits: what a token that was drawn from other
+    logits, or from a part of these, has under the whole distribution. temperature 0 is 1, as in `sample`.
+
+    logits_BV: float32 or float64, only read. id_B: int64, contiguous. One launch in Triton, of the head's kernel.
+    """
+    assert logits_BV.dtype in (torch.float32, torch.float64) and id_B.shape == (logits_BV.shape[0],)
+    temperature = temperature or 1.0
+    # The head's kernel reads what lies between rows.
+    rows_apart = "" if logits_BV.is_contiguous() else "rows that are not contiguous"
+    if use_triton(logits_BV, "log_prob", unless=rows_apart):
+        from covey.kernels import head_triton
+
+        settings = {"softcap": None, "scale": 1.0, "entropy": False, "gradient": False, "dentropy_MV": None}
+        return head_triton.logit_gradients(logits_BV, id_B, temperature, dtype=logits_BV.dtype, **settings)[0]
+    return target_logp(logits_BV / temperature, id_B)
 
 
 def _mass(logits_BV: Tensor, top_B1: Tensor, temperature: float) -> Tensor:

@@ -7,7 +7,8 @@ linears that share an input lie below each other, so that they are one matrix.
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,22 @@ from torch import Tensor
 from covey.kernels.lora_linear import LoraGroup, LoraPart
 from covey.policies.linear import GROUPS
 from covey.policies.locate import ModelError
-from covey.policies.spec import ModelSpec
+from covey.policies.spec import ModelSpec, OutsideDecoder
 
 PREFIX = "base_model.model."
+# Keys of adapter_config.json with the one value, besides null and empty, that the decoder can continue.
+CONTINUED = {
+    "bias": "none",
+    "use_dora": False,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": None,
+    "alpha_pattern": None,
+    "layers_to_transform": None,
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+}
 
 
 class Adapter:
@@ -35,9 +49,12 @@ class Adapter:
         compute_dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
+        rslora: bool = False,
     ):
+        """The product B A is scaled by alpha / rank, with rslora by alpha / sqrt(rank) (Kalajdzievski 2023)."""
         self._spec = spec
-        self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
+        self.rank, self.alpha, self.rslora = rank, alpha, rslora
+        self.scale = alpha / (math.sqrt(rank) if rslora else rank)
         self.targets = resolve_targets(spec, targets)
         self._places = _places(spec, self.targets, rank)
         size = sum(rows * columns for _, rows, columns in self._places.values())
@@ -87,12 +104,13 @@ class Adapter:
         return {name: _matrix(flat, place) for name, place in self._places.items()}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy weights with PEFT's names in."""
+        """Copy weights with PEFT's names in. Raises ModelError if they are those of another model or other targets."""
         mine = self.weights()
         if set(weights) != set(mine):
             odd = sorted(set(weights) ^ set(mine))[0]
+            side = "only in the adapter" if odd in weights else "missing from it"
             raise ModelError(
-                f"the adapter does not fit: {odd} is on one side only (targets: {', '.join(self.targets)})"
+                f"the adapter does not fit: {odd} is {side} (targets: {', '.join(self.targets)})"
             )
         for name, tensor in weights.items():
             if tensor.shape != mine[name].shape:
@@ -113,7 +131,7 @@ class Adapter:
                     sizes.append(spec.linears[linear][0])
                     if linear.rsplit(".", 1)[1] not in self.targets:
                         continue
-                    a, b = (self._places[_name(layer, linear, part)] for part in ("lora_A", "lora_B"))
+                    a, b = (self._places[_name(spec, layer, linear, part)] for part in ("lora_A", "lora_B"))
                     ranks = slice(len(parts) * self.rank, (len(parts) + 1) * self.rank)
                     outputs = slice(start, start + sizes[-1])
                     parts.append(LoraPart(outputs, ranks, _matrix(values, b), _matrix(grads, b)))
@@ -125,6 +143,13 @@ class Adapter:
                         _matrix(values, a), _matrix(grads, a), tuple(parts)
                     )
         return groups
+
+    def _peft_targets(self) -> list[str] | str:
+        """The linears as PEFT finds them: by their names, or where an image encoder has the same ones by a pattern."""
+        prefix = self._spec.prefix
+        if prefix == "model.":
+            return list(self.targets)
+        return rf"{re.escape(prefix)}layers\.\d+\.\w+\.({'|'.join(self.targets)})"
 
     def save(self, folder: Path, base: str) -> None:
         """Write adapter_model.safetensors and adapter_config.json; `base` names the model it belongs to."""
@@ -139,31 +164,50 @@ class Adapter:
             "base_model_name_or_path": base,
             "r": self.rank,
             "lora_alpha": self.alpha,
+            "use_rslora": self.rslora,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": list(self.targets),
+            "target_modules": self._peft_targets(),
             "inference_mode": True,
         }
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def check_lora_options(*, dropout: float, dora: bool, modules_to_save: Sequence[str]) -> None:
+    """Raises OutsideDecoder for options of LoRA that the decoder does not have."""
+    if dropout:
+        raise OutsideDecoder(
+            f"lora.dropout: {dropout:g} is not in covey's decoder, whose sampler and trainer are one function; set it "
+            "to 0, or train with HFPolicy"
+        )
+    if dora:
+        raise OutsideDecoder("lora.dora: covey's decoder has no DoRA; leave it out, or train with HFPolicy")
+    if modules_to_save:
+        raise OutsideDecoder(
+            f"lora.modules_to_save: {', '.join(modules_to_save)} stay frozen in covey's decoder; leave it out, or "
+            "train with HFPolicy"
+        )
+
+
 def resolve_targets(spec: ModelSpec, targets: str | list[str]) -> tuple[str, ...]:
-    """Names of the linears to adapt, such as q_proj; "all-linear" is all seven."""
+    """Names of the linears to adapt, such as q_proj; "all-linear" is all of a layer's."""
     known = [name.rsplit(".", 1)[1] for name in spec.linears]
     if targets == "all-linear":
         return tuple(known)
     wanted = [targets] if isinstance(targets, str) else targets
+    if not wanted:
+        raise ModelError(f'lora.targets: the list is empty; write "all-linear" or some of {", ".join(known)}')
     for name in wanted:
         if name not in known:
-            raise ModelError(f'lora.targets: this model has no linear "{name}"; it has {", ".join(known)}')
+            raise ModelError(f'this model has no linear "{name}"; it has {", ".join(known)} (lora.targets)')
     return tuple(name for name in known if name in wanted)
 
 
 Place = tuple[int, int, int]  # offset in the flat buffer, rows, columns
 
 
-def _name(layer: int, linear: str, part: str) -> str:
-    return f"{PREFIX}model.layers.{layer}.{linear}.{part}.weight"
+def _name(spec: ModelSpec, layer: int, linear: str, part: str) -> str:
+    return f"{PREFIX}{spec.prefix}layers.{layer}.{linear}.{part}.weight"
 
 
 def _matrix(flat: Any, place: Place) -> Any:
@@ -183,27 +227,44 @@ def _places(spec: ModelSpec, targets: tuple[str, ...], rank: int) -> dict[str, P
                 for linear in names:
                     n, k, _ = spec.linears[linear]
                     rows, columns = (rank, k) if part == "lora_A" else (n, rank)
-                    places[_name(layer, linear, part)] = (at, rows, columns)
+                    places[_name(spec, layer, linear, part)] = (at, rows, columns)
                     at += rows * columns
     return places
 
 
 def read_adapter(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(adapter_config.json, tensors by PEFT's name) of an adapter folder; refuses what cannot be continued."""
+    """(adapter_config.json, tensors by PEFT's name) of a folder that PEFT or covey saved.
+
+    Raises OutsideDecoder for what can be continued, but not by the decoder, ModelError for what is wrong with it.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).exists():
             raise ModelError(f"{folder}: no {name}; model.adapter wants a folder that PEFT or covey saved")
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    plain = {
-        "peft_type": "LORA",
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-        "modules_to_save": None,
-    }
-    for key, value in plain.items():
-        if config.get(key, value) != value:
-            raise ModelError(f"{folder}: adapters with {key} = {config[key]!r} cannot be continued yet")
-    return config, load_file(folder / "adapter_model.safetensors")
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "adapter_model.safetensors")
+    except (ValueError, SafetensorError) as error:
+        raise ModelError(f"{folder}: the adapter cannot be read ({error}); save or copy it again") from error
+    if config.get("peft_type") != "LORA":
+        raise ModelError(f"{folder}: a {config.get('peft_type')} adapter; covey continues LoRA adapters")
+    for key, plain in CONTINUED.items():
+        if config.get(key) not in (None, plain, [], {}):
+            raise OutsideDecoder(
+                f"{folder}: the adapter has {key} = {config[key]!r}, which covey's decoder does not continue"
+            )
+    for name in weights:
+        linear, part = ["", "", *name.split(".")][-3:-1]
+        if part not in ("lora_A", "lora_B") or linear in ("lm_head", "embed_tokens"):
+            raise OutsideDecoder(
+                f"{folder}: the adapter holds {name}, which is no LoRA matrix of a layer's linear; covey's decoder "
+                "trains nothing else"
+            )
+    return config, weights
+
+
+def adapted_linears(weights: Mapping[str, Tensor]) -> list[str]:
+    """Names of the linears that an adapter's tensors belong to: a configuration may say it with a pattern."""
+    return sorted({name.split(".")[-3] for name in weights})

@@ -11,29 +11,63 @@ from torch import Tensor
 
 from covey.policies.locate import ModelError
 
+# What bitsandbytes stores beside a matrix in 4 bits.
+FOUR_BIT_PARTS = (
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+    "quant_state.bitsandbytes__nf4",
+    "quant_state.bitsandbytes__fp4",
+)
+
+
+# What the names of a decoder's tensors begin with: alone, or as the text part of a model that reads images.
+PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
 
 class Checkpoint:
-    """The tensors of a checkpoint folder by name. Files are memory-mapped: reading one tensor costs that tensor."""
+    """The tensors of a checkpoint folder by name. Files are memory-mapped: reading one tensor costs that tensor.
+
+    prefix: what the decoder's names begin with. head: the name of the head. quantised: bitsandbytes stored some of the
+    matrices in 4 bits.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._files = _index(folder)
         self._open: dict[str, safe_open] = {}
+        self.quantised = any(".quant_state.bitsandbytes__" in name for name in self._files)
+        self.prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in self), PREFIXES[0])
+        self.head = next((name for name in HEADS if name in self), HEADS[0])
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def in_four_bits(self, name: str) -> bool:
+        """True if bitsandbytes stored the matrix `name` in 4 bits."""
+        return f"{name}.absmax" in self._files
+
+    def four_bit_parts(self, name: str) -> dict[str, Tensor]:
+        """The packed matrix, as "", and what is stored beside it, by the names of FOUR_BIT_PARTS."""
+        parts = {part: f"{name}.{part}" for part in FOUR_BIT_PARTS if f"{name}.{part}" in self._files}
+        return {part: self._tensor(at) for part, at in {"": name, **parts}.items()}
+
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The tensor `name`, checked against the shape that the configuration promises."""
-        if name not in self._files:
-            raise ModelError(f"{self.folder}: the checkpoint has no tensor {name}; is it complete?")
-        tensor = self._handle(self._files[name]).get_tensor(name)
+        tensor = self._tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{self.folder / self._files[name]}: {name} has shape {tuple(tensor.shape)}, "
                 f"config.json promises {shape}"
             )
         return tensor.to(device=device, dtype=dtype)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise ModelError(f"{self.folder}: the checkpoint has no tensor {name}; is it complete?")
+        return self._handle(self._files[name]).get_tensor(name)
 
     def _handle(self, file: str) -> safe_open:
         if file not in self._open:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.kernels.attention import AttentionPlan, Kind, attention_plan, pick_kind
+from covey.kernels.attention import AttentionPlan, Kind, attention_plan, pick_kind, reach
 from covey.kernels.head import head_logits, selected_logprobs_backward, selected_logprobs_forward
 from covey.kernels.lora_linear import LoraGroup, adapter_places
 from covey.kernels.rmsnorm import rmsnorm, rmsnorm_backward
 from covey.kernels.rope import rope_tables
 from covey.policies.adapter import Adapter
 from covey.policies.host_store import HostStore
-from covey.policies.layer import DecoderLayer, LayerFunction, Pass, Rope
+from covey.policies.layer import DecoderLayer, Heads, LayerFunction, Pass, Rope
+from covey.policies.linear import LinearGroup
 from covey.policies.policy import Batch, Scored
 from covey.policies.spec import ModelSpec
 
@@ -51,8 +52,12 @@ class DecoderPolicy:
         self._lora: dict[str, LoraGroup] = adapter.groups
         self._placed: dict[str, LoraGroup] | None = None  # whose `_places` are known
         self._places: list[tuple[Tensor, Tensor]] = []
-        self._inv_freq = spec.inv_freq.to(self.device)
-        self.attention_kind: Kind = pick_kind(self.device, self.dtype, spec.head_dim)
+        self._inv_freqs = [rope.inv_freq.to(self.device) for rope in spec.ropes]
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
+        softcap, windows = spec.attention_softcap, (0, *spec.windows)
+        kinds: list[Kind] = [pick_kind(self.device, self.dtype, spec.head_dim, softcap, w) for w in windows]
+        self.attention_kind: Kind = kinds[0]  # in batches that no window reaches into
+        self.windowed_kind: Kind = kinds[-1]
         parks = self.device.type == "cuda" and not keep_activations
         self._stream = torch.cuda.Stream(self.device) if parks else None
 
@@ -128,23 +133,59 @@ class DecoderPolicy:
         """Write the adapter in PEFT's format; `base` names its base model there (default: the model's folder)."""
         self.adapter.save(Path(folder), base or str(self.folder))
 
-    # What the in-process engine uses, step by step
+    # What the in-process engine uses, step by step (policies/decode.py has the step that it repeats)
+
+    @property
+    def active(self) -> dict[str, LoraGroup]:
+        """The adapter that is computed with, by group; empty while it is off."""
+        return self._lora
+
+    @property
+    def unheld_bytes(self) -> int:
+        """What `hold` would take of the device's memory."""
+        return sum(
+            self.dtype.itemsize * group.elements for group in self._linear_groups() if group.held is None
+        )
+
+    def hold(self) -> None:
+        """Reads every matrix back from 4 bits, adapter beside it, for all that is computed until `release`."""
+        for group in self._linear_groups():
+            group.hold()
+        self._placed = None
+        self.refresh()
+
+    def release(self) -> None:
+        """Gives back what `hold` took."""
+        for group in self._linear_groups():
+            group.release()
+        self._placed, self._places = None, []  # these are views into what was held
+
+    def _linear_groups(self) -> Iterator[LinearGroup]:
+        for layer in self.layers:
+            yield from layer.groups.values()
 
     def plan(self, segments_S4: Tensor) -> AttentionPlan:
-        return attention_plan(segments_S4, self.device, kind=self.attention_kind)
+        """How the layers attend in a batch of these segments."""
+        windows = self.spec.windows
+        windowed = bool(windows) and windows[0] < reach(segments_S4)
+        kind = self.windowed_kind if windowed else self.attention_kind
+        return attention_plan(segments_S4, self.device, kind=kind)
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Hidden states [T, H]."""
-        return torch.nn.functional.embedding(ids_T, self.embedding)
+        hidden = torch.nn.functional.embedding(ids_T, self.embedding)
+        return hidden if self._embedding_scale == 1 else hidden.mul_(self._embedding_scale)
 
-    def rope(self, positions_T: Tensor) -> Rope:
-        """cos and sin for these positions, shared by all layers."""
-        return rope_tables(positions_T, self._inv_freq, self.spec.rope_scaling, self.dtype)
+    def rope(self, positions_T: Tensor) -> tuple[Rope, ...]:
+        """cos and sin for these positions: a table for every entry of spec.ropes, shared by the layers that use it."""
+        pairs = zip(self._inv_freqs, self.spec.ropes, strict=True)
+        return tuple(rope_tables(positions_T, freq, rope.scaling, self.dtype) for freq, rope in pairs)
 
-    def project_qkv(self, layer: int, hidden_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, n, d], k and v [T, m, d] of one layer, rope applied."""
+    def project_qkv(self, layer: int, hidden_TH: Tensor, rope: tuple[Rope, ...]) -> Heads:
+        """q [T, n, d], k and v [T, m, d] of one layer, normed and rotated as they meet in the attention."""
         at = self.layers[layer]
-        return at.heads(at.qkv(hidden_TH, rope, self._lora, self.adapter.scale)[0])
+        qkv, _, _ = at.qkv(hidden_TH, self._lora, self.adapter.scale)
+        return at.place(qkv, rope[at.at.rope])[0]
 
     def finish_layer(self, layer: int, hidden_TH: Tensor, attn_Tnd: Tensor) -> Tensor:
         """The rest of a layer once its attention is known: hidden states [T, H]."""
@@ -152,8 +193,9 @@ class DecoderPolicy:
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Logits [B, V] in float32."""
-        normed, _ = rmsnorm(hidden_BH, self.norm, self.spec.norm_eps)
-        return head_logits(normed, self.head)
+        s = self.spec
+        normed, _ = rmsnorm(hidden_BH, self.norm, s.norm_eps, plus_one=s.norm_plus_one)
+        return head_logits(normed, self.head, softcap=s.logit_softcap or None, scale=s.logit_scale)
 
     def forward_logits(self, ids: list[int]) -> Tensor:
         """Logits [T, V] of one sequence: the plain forward pass, for tests and curious people."""
@@ -184,8 +226,8 @@ class HeadFunction(torch.autograd.Function):
         entropy: bool,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        h = hidden_TH[source_M]
-        normed, rstd = rmsnorm(h, policy.norm, policy.spec.norm_eps)
+        h, s = hidden_TH[source_M], policy.spec
+        normed, rstd = rmsnorm(h, policy.norm, s.norm_eps, plus_one=s.norm_plus_one)
         gradient = ctx.needs_input_grad[0]
         logp, entropies, u, u_entropy = selected_logprobs_forward(
             normed,
@@ -195,10 +237,12 @@ class HeadFunction(torch.autograd.Function):
             entropy=entropy,
             gradient=gradient,
             entropy_gradient=gradient and entropy_gradient,
+            softcap=s.logit_softcap or None,
+            scale=s.logit_scale,
         )
         if gradient:
             ctx.save_for_backward(h, rstd, u, u_entropy, source_M)
-            ctx.norm, ctx.tokens = policy.norm, hidden_TH.shape[0]
+            ctx.policy, ctx.tokens = policy, hidden_TH.shape[0]
         if entropies is not None and u_entropy is None:
             ctx.mark_non_differentiable(entropies)
         return logp, entropies
@@ -208,7 +252,7 @@ class HeadFunction(torch.autograd.Function):
     def backward(ctx: Any, dlogp_M: Tensor, dentropy_M: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         h, rstd, u, u_entropy, source = ctx.saved_tensors
         du = selected_logprobs_backward(dlogp_M, u, dentropy_M, u_entropy)
-        dh = rmsnorm_backward(du, h, ctx.norm, rstd)
+        dh = rmsnorm_backward(du, h, ctx.policy.norm, rstd, plus_one=ctx.policy.spec.norm_plus_one)
         # Siblings share the hidden state of their prompt's last token: sum in the wide dtype, round once.
         wide = torch.zeros(ctx.tokens, h.shape[1], dtype=rstd.dtype, device=h.device)
         return wide.index_add_(0, source, dh.to(rstd.dtype)).to(h.dtype), *([None] * 6)

@@ -24,7 +24,11 @@ def write_converted(file: Path, folder: Path) -> None:
         _split_digits(tokenizer)
     tokenizer.save_pretrained(folder)
 
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    options: Any = {"gguf_file": file.name, "dtype": torch.float32, "output_loading_info": True}
+    result: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    loaded, found = result
+    if missing := sorted(found["missing_keys"]):  # transformers draws them at random
+        raise ValueError(f"it has nothing for {missing[0]}")
     # transformers takes what it read from a GGUF file for quantised and refuses to save or train it, although
     # its weights are plain tensors by now: so they move into a model of the same config without that tag.
     config: Any = loaded.config

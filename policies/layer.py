@@ -2,15 +2,15 @@
 
 Axes: T tokens of a packed batch, H hidden size, n query heads, m key-value heads, d head dimension, F width of the MLP.
 
-    h   = x + O(attention(rope(Q n1), rope(K n1), V n1))        n1 = norm(x)
-    out = h + D(silu(G n2) * (U n2))                            n2 = norm(h)
+    h   = x + r post1(O attention(rope(norm_q(Q n1)), rope(norm_k(K n1)), V n1))        n1 = norm1(x)
+    out = h + r post2(D(act(G n2) * (U n2)))                                            n2 = norm2(h)
 
-Q, K, V, O, G, U, D are frozen linears with LoRA, stacked where they share an input (policies/linear.py). The backward
-returns dx and adds the adapter's gradients straight into its flat gradient buffer; frozen weights get none, and below
-the first layer nothing is propagated. It keeps only what it reads (the activation is computed again, it is cheap),
-writes gradients over activations that are not needed any more, and in the `lean` mode it keeps the layer's input alone
-(on a GPU in host memory, policies/host_store.py) and runs the layer once more, except for the last product, whose
-result nothing reads.
+policies/spec.py says which of these norms a model has: most have norm1 and norm2, and r = 1. Q, K, V, O, G, U, D are
+frozen linears with LoRA, stacked where they share an input (policies/linear.py). The backward returns dx and adds the
+adapter's gradients straight into its flat gradient buffer; frozen weights get none, and below the first layer nothing
+is propagated. It keeps only what it reads (the activation is computed again, it is cheap), writes gradients over
+activations that are not needed any more, and in the `lean` mode it keeps the layer's input alone (on a GPU in host
+memory, policies/host_store.py) and runs the layer once more, except for the last product if nothing reads its result.
 """
 
 from dataclasses import dataclass, field
@@ -30,20 +30,23 @@ from covey.kernels.lora_linear import (
     input_gradient,
     linear,
 )
+from covey.kernels.qk_norm import pack_qk_norm_grad, qk_norm_rope
 from covey.kernels.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_backward
-from covey.kernels.rope import pack_qkv_grad, rope_inplace
+from covey.kernels.rope import columns_of_heads, pack_qkv_grad, rope_inplace
 from covey.policies.host_store import HostStore
 from covey.policies.linear import LinearGroup
 from covey.policies.spec import ModelSpec
 
-Rope = tuple[Tensor, Tensor]
+Rope = tuple[Tensor, Tensor]  # cos and sin [T, 1, d_rot / 2]
+Heads = tuple[Tensor, Tensor, Tensor]  # q [T, n, d], k and v [T, m, d]
+Leaving = tuple[Tensor, Tensor]  # what a sublayer computed before its norm, and that norm's rstd
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """What all layers share during one pass over a batch."""
 
-    rope: Rope  # cos and sin [T, 1, d/2]
+    ropes: tuple[Rope, ...]  # by LayerSpec.rope
     plan: AttentionPlan
     lora: dict[str, LoraGroup]  # by group, for example layers.0.qkv; empty: adapter off
     lora_scale: float
@@ -57,35 +60,40 @@ class Kept:
     """Activations that the backward reads, and writes over. n1, attn and n2 as x+ of kernels/lora_linear.py."""
 
     n1: Tensor  # [T, H + P]
-    rstd1: Tensor
-    qkv: Tensor  # [T, (n + 2 m) d], q and k rotated
+    rstd1: Tensor | None
+    qkv: Tensor  # [T, (n + 2 m) d]; q and k rotated, or with norms as they were before those
+    heads: Heads
+    rstd_qk: tuple[Tensor, ...]  # of the norms of q and k
     attn: Tensor  # [T, n d + P]
     lse: Tensor
+    leaving1: Leaving | None
     h: Tensor
     n2: Tensor  # [T, H + P]
-    rstd2: Tensor
+    rstd2: Tensor | None
     gate_up: Tensor  # [T, 2 F + P]; the last columns are room for its gradient's
     z_down: Tensor | None = None  # [T, R], the attached columns of the activation
+    leaving2: Leaving | None = None
 
 
 class DecoderLayer:
     """Weights and maths of one layer."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        norm1_H: Tensor,
-        norm2_H: Tensor,
-        groups: dict[str, LinearGroup],
-        *,
-        index: int,
+        self, spec: ModelSpec, norms: dict[str, Tensor], groups: dict[str, LinearGroup], *, index: int
     ):
-        self.spec = spec
-        self.norm1, self.norm2 = norm1_H, norm2_H
+        """norms: by the names in spec.norms; and q_norm, k_norm if the model has them."""
+        self.spec, self.at = spec, spec.layers[index]
+        self.norm1, self.post1 = norms.get("norm1"), norms.get("post1")
+        self.norm2, self.post2 = norms.get("norm2"), norms.get("post2")
+        self.q_norm, self.k_norm = norms.get("q_norm"), norms.get("k_norm")
         self.groups = groups  # qkv, o, gate_up, down
         self.index = index  # the first is 0
+        # What a sublayer computes is added to x as it is, so the gradient of x is also that of the sublayer's linear.
+        self.direct = self.post1 is None and self.post2 is None and spec.residual_scale == 1
 
-    def heads(self, qkv_TN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Pieces that are shared by training and sampling
+
+    def heads(self, qkv_TN: Tensor) -> Heads:
         """q [T, n, d], k and v [T, m, d] as views."""
         s = self.spec
         rows = qkv_TN.view(-1, s.num_heads + 2 * s.num_kv_heads, s.head_dim)
@@ -117,15 +125,35 @@ class DecoderLayer:
         return linear(x_wide, group.matrix(adapter), group.n, group.bias, out)
 
     def qkv(
-        self, x_TH: Tensor, tables: Rope, lora: dict[str, LoraGroup], scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, (n + 2 m) d] with rope applied, n1+, rstd1."""
+        self, x_TH: Tensor, lora: dict[str, LoraGroup], scale: float
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """qkv [T, (n + 2 m) d] as the linears give it, n1+, rstd1."""
         n1_wide, n1 = self.room_for("qkv", len(x_TH), x_TH, lora)
-        _, rstd1 = rmsnorm(x_TH, self.norm1, self.spec.norm_eps, out=n1)
-        qkv = self.project("qkv", n1_wide, lora, scale)
-        q, k, _ = self.heads(qkv)
-        rope_inplace(q, k, *tables)
-        return qkv, n1_wide, rstd1
+        rstd1 = None
+        if self.norm1 is None:
+            n1.copy_(x_TH)
+        else:
+            rstd1 = self._norm(x_TH, self.norm1, out=n1)[1]
+        return self.project("qkv", n1_wide, lora, scale), n1_wide, rstd1
+
+    def place(self, qkv_TN: Tensor, rope: Rope) -> tuple[Heads, tuple[Tensor, ...]]:
+        """The heads normed and rotated, and the norms' rstd. Without norms q and k are rotated where they are."""
+        q, k, v = self.heads(qkv_TN)
+        if self.q_norm is None or self.k_norm is None:
+            rope_inplace(q, k, *rope)
+            return (q, k, v), ()
+        s = self.spec
+        if s.qk_norm == "head":
+            q, k, rstd = qk_norm_rope(
+                q, k, self.q_norm, self.k_norm, s.norm_eps, *rope, plus_one=s.norm_plus_one
+            )
+            return (q, k, v), (rstd,)
+        (q_TN, q_rstd), (k_TN, k_rstd) = (
+            self._norm(x.flatten(1), w) for x, w in ((q, self.q_norm), (k, self.k_norm))
+        )
+        q, k = q_TN.view(q.shape), k_TN.view(k.shape)
+        rope_inplace(q, k, *rope)
+        return (q, k, v), (q_rstd, k_rstd)
 
     def attend_room(self, qkv_TN: Tensor, lora: dict[str, LoraGroup]) -> tuple[Tensor, Tensor]:
         """An empty attn+ and the attention's output [T, n, d] in it."""
@@ -135,96 +163,177 @@ class DecoderLayer:
 
     def middle(
         self, x_TH: Tensor, attn_wide: Tensor, lora: dict[str, LoraGroup], scale: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From the attention's output to gate_up: h, n2+, rstd2, gate_up [T, 2 F + P]."""
+    ) -> tuple[Leaving | None, Tensor, Tensor, Tensor | None, Tensor]:
+        """From the attention's output to gate_up: what post1 read, h, n2+, rstd2, gate_up [T, 2 F + P]."""
         tokens = len(x_TH)
-        o = self.project("o", attn_wide, lora, scale)
+        o, leaving = self.leave(self.project("o", attn_wide, lora, scale), self.post1)
         n2_wide, n2 = self.room_for("gate_up", tokens, x_TH, lora)
-        h, _, rstd2 = add_rmsnorm(o, x_TH, self.norm2, self.spec.norm_eps, out=n2, inplace=True)
-        gate_up_wide, gate_up = self.gradient_room(
-            "gate_up", tokens, x_TH, lora
-        )  # its gradient comes here too
+        rstd2 = None
+        if self.norm2 is None:
+            h = o.add_(x_TH)
+            n2.copy_(h)
+        else:
+            eps, plus_one = self.spec.norm_eps, self.spec.norm_plus_one
+            h, _, rstd2 = add_rmsnorm(o, x_TH, self.norm2, eps, out=n2, plus_one=plus_one, inplace=True)
+        # Its gradient comes here too.
+        gate_up_wide, gate_up = self.gradient_room("gate_up", tokens, x_TH, lora)
         self.project("gate_up", n2_wide, lora, scale, out=gate_up)
-        return h, n2_wide, rstd2, gate_up_wide
+        return leaving, h, n2_wide, rstd2, gate_up_wide
 
     def end(
         self, h_TH: Tensor, gate_up: Tensor, lora: dict[str, LoraGroup], scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """out [T, H], and the attached columns of the activation."""
+    ) -> tuple[Tensor, Tensor, Leaving | None]:
+        """out [T, H], the attached columns of the activation, what post2 read."""
         act_wide, act = self.room_for("down", len(h_TH), h_TH, lora)
-        gated(*self._halves(gate_up), out=act)
-        out = self.project("down", act_wide, lora, scale)
-        return out.add_(h_TH), act_wide[:, self.groups["down"].k :]
-
-    def _halves(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        size = self.groups["down"].k
-        return gate_up[:, :size], gate_up[:, size : 2 * size]
+        gated(*self.halves(gate_up), self.spec.activation, out=act)
+        down, leaving = self.leave(self.project("down", act_wide, lora, scale), self.post2)
+        return down.add_(h_TH), act_wide[:, self.groups["down"].k :], leaving
 
     def finish(self, x_TH: Tensor, attn_Tnd: Tensor, lora: dict[str, LoraGroup], scale: float) -> Tensor:
         """The rest of the layer once its attention is known, for sampling."""
         attn_wide, attn = self.room_for("o", len(x_TH), x_TH, lora)
         attn.copy_(attn_Tnd.flatten(1))
-        h, _, _, gate_up = self.middle(x_TH, attn_wide, lora, scale)
+        _, h, _, _, gate_up = self.middle(x_TH, attn_wide, lora, scale)
         return self.end(h, gate_up, lora, scale)[0]
+
+    def _norm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return rmsnorm(x, weight, self.spec.norm_eps, out=out, plus_one=self.spec.norm_plus_one)
+
+    def leave(self, y_TH: Tensor, post: Tensor | None) -> tuple[Tensor, Leaving | None]:
+        """What a sublayer that computed y adds to x, and what its backward reads."""
+        leaving = None
+        if post is not None:
+            normed, rstd = self._norm(y_TH, post)
+            y_TH, leaving = normed, (y_TH, rstd)
+        if self.spec.residual_scale != 1:
+            y_TH.mul_(self.spec.residual_scale)
+        return y_TH, leaving
+
+    def halves(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        size = self.groups["down"].k
+        return gate_up[:, :size], gate_up[:, size : 2 * size]
+
+    # Training
 
     def forward(self, x_TH: Tensor, now: Pass, *, end: bool = True) -> tuple[Tensor | None, Kept]:
         """out [T, H] (None without `end`: only what the backward reads is computed) and the activations."""
-        lora, scale = now.lora, now.lora_scale
-        qkv, n1, rstd1 = self.qkv(x_TH, now.rope, lora, scale)
+        lora, scale, s = now.lora, now.lora_scale, self.spec
+        qkv, n1, rstd1 = self.qkv(x_TH, lora, scale)
+        heads, rstd_qk = self.place(qkv, now.ropes[self.at.rope])
         attn_wide, attn = self.attend_room(qkv, lora)
-        _, lse = attention(*self.heads(qkv), now.plan, self.spec.attention_scale, out=attn)
-        h, n2, rstd2, gate_up = self.middle(x_TH, attn_wide, lora, scale)
-        kept = Kept(n1, rstd1, qkv, attn_wide, lse, h, n2, rstd2, gate_up)
+        seen = {"window": self.at.window, "softcap": s.attention_softcap}
+        _, lse = attention(*heads, now.plan, s.attention_scale, out=attn, **seen)
+        leaving1, h, n2, rstd2, gate_up = self.middle(x_TH, attn_wide, lora, scale)
+        kept = Kept(n1, rstd1, qkv, heads, rstd_qk, attn_wide, lse, leaving1, h, n2, rstd2, gate_up)
         out = None
-        if end:
-            out, z_down = self.end(h, gate_up, lora, scale)
+        if end or self.post2 is not None:
+            out, z_down, kept.leaving2 = self.end(h, gate_up, lora, scale)
             kept.z_down = z_down.contiguous()  # a copy: the activation itself is not kept
         return out, kept
 
     def backward(self, dout_TH: Tensor, x_TH: Tensor, kept: Kept, now: Pass) -> Tensor | None:
         """dx [T, H], or None in the first layer."""
-        groups, tokens = self.groups, len(x_TH)
+        tokens = len(x_TH)
         self._mlp_backward(dout_TH, kept, now)
         dn2 = self._back("gate_up", kept.gate_up, kept.n2, now)
         kept.gate_up = kept.n2 = x_TH[:0]  # the largest activations make room for what follows
+        kept.leaving2 = None
         if now.store is not None:
             now.store.fetch(self.index - 1)
-        dh_wide, dh = self.gradient_room("o", tokens, x_TH, now.lora)
-        rmsnorm_backward(dn2, kept.h, self.norm2, kept.rstd2, residual=dout_TH, out=dh)
-
-        shape = (self.spec.num_heads, self.spec.head_dim)
-        dattn = self._back("o", dh_wide, kept.attn, now).unflatten(1, shape)
-        attn = kept.attn[:, : groups["o"].k].unflatten(1, shape)
-        scale = self.spec.attention_scale
-        grads = attention_backward(dattn, *self.heads(kept.qkv), attn, kept.lse, now.plan, scale)
-        dqkv, _ = self.gradient_room("qkv", tokens, x_TH, now.lora)
-        pack_qkv_grad(*grads, dqkv, *now.rope)
+        do_wide, do = self.gradient_room("o", tokens, x_TH, now.lora)
+        dh = do if self.direct else torch.empty_like(x_TH)
+        self._enter_backward(dn2, kept.h, self.norm2, kept.rstd2, dout_TH, dh)
+        if not self.direct:
+            self._leave_backward(dh, kept.leaving1, self.post1, do)
+        dqkv = self._attention_backward(do_wide, kept, now)
         dn1 = self._back("qkv", dqkv, kept.n1, now, need_dx=self.index > 0)
         if dn1 is None:
             return None
-        now.room["dx"], dx = self.gradient_room(
-            "down", tokens, x_TH, now.lora
-        )  # the layer below finds it there
-        return rmsnorm_backward(dn1, x_TH, self.norm1, kept.rstd1, residual=dh, out=dx)
+        if self.direct:  # the layer below finds it in its room
+            now.room["dx"], dx = self.gradient_room("down", tokens, x_TH, now.lora)
+        else:
+            dx = torch.empty_like(x_TH)
+        return self._enter_backward(dn1, x_TH, self.norm1, kept.rstd1, dh, dx)
+
+    def _attention_backward(self, do_wide: Tensor, kept: Kept, now: Pass) -> Tensor:
+        """dqkv+ [T, (n + 2 m) d + P], its first columns filled."""
+        s, rope = self.spec, now.ropes[self.at.rope]
+        shape = (s.num_heads, s.head_dim)
+        dattn = self._back("o", do_wide, kept.attn, now).unflatten(1, shape)
+        attn = kept.attn[:, : self.groups["o"].k].unflatten(1, shape)
+        seen = {"window": self.at.window, "softcap": s.attention_softcap}
+        grads = attention_backward(dattn, *kept.heads, attn, kept.lse, now.plan, s.attention_scale, **seen)
+        dqkv_wide, _ = self.gradient_room("qkv", len(dattn), kept.h, now.lora)
+        if self.q_norm is None or self.k_norm is None:
+            pack_qkv_grad(*grads, dqkv_wide, *rope)
+            return dqkv_wide
+        q, k, _ = self.heads(kept.qkv)
+        weights = self.q_norm, self.k_norm
+        if s.qk_norm == "head":
+            (rstd,) = kept.rstd_qk
+            pack_qk_norm_grad(*grads, q, k, *weights, rstd, dqkv_wide, *rope, s.norm_plus_one)
+            return dqkv_wide
+        pack_qkv_grad(*grads, dqkv_wide, *rope)
+        places = columns_of_heads(dqkv_wide, q.shape, s.num_kv_heads)
+        for place, x, weight, rstd in zip(places, (q, k), weights, kept.rstd_qk, strict=False):
+            dy = place.flatten(1)
+            rmsnorm_backward(dy, x.flatten(1), weight, rstd, plus_one=s.norm_plus_one, out=dy)
+        return dqkv_wide
 
     def _mlp_backward(self, dout_TH: Tensor, kept: Kept, now: Pass) -> None:
         """The gradient of gate_up, written over it. The activation is computed again, over its own gradient."""
         down, adapter = self.groups["down"], now.lora.get(self.groups["down"].key)
-        dout_wide = now.room.pop("dx", None)
-        if dout_wide is None or dout_wide.data_ptr() != dout_TH.data_ptr() or len(dout_wide) != len(dout_TH):
-            dout_wide, dout = self.gradient_room("down", len(dout_TH), dout_TH, now.lora)
-            dout.copy_(dout_TH)
+        ddown_wide = self._down_gradient(dout_TH, kept, now)
         if adapter is not None:
-            attach_gradient(dout_wide, down.padding, adapter, now.lora_scale)
-        dact = input_gradient(dout_wide, down.matrix(adapter), down.k)
-        gate, up = self._halves(kept.gate_up)
-        gated_backward(dact, gate, up, "silu", gate, up, h_out=dact)
+            attach_gradient(ddown_wide, down.padding, adapter, now.lora_scale)
+        dact = input_gradient(ddown_wide, down.matrix(adapter), down.k)
+        gate, up = self.halves(kept.gate_up)
+        gated_backward(dact, gate, up, self.spec.activation, gate, up, h_out=dact)
         if adapter is not None:
             z = kept.z_down
             if z is None:  # the layer was run again without its end
                 z = dact.new_empty(len(dact), adapter.rank)
                 torch.addmm(z, dact, adapter.a.t(), beta=0.0, alpha=now.lora_scale, out=z)
-            adapter_gradients(dact, z, dout_wide, down.padding, adapter)
+            adapter_gradients(dact, z, ddown_wide, down.padding, adapter)
+
+    def _down_gradient(self, dout_TH: Tensor, kept: Kept, now: Pass) -> Tensor:
+        """dy+ of the last linear with its first columns filled; dout itself if it lies in such a room already."""
+        wide = now.room.pop("dx", None)
+        if wide is not None and wide.data_ptr() == dout_TH.data_ptr() and len(wide) == len(dout_TH):
+            return wide
+        wide, ddown = self.gradient_room("down", len(dout_TH), dout_TH, now.lora)
+        if self.direct:
+            ddown.copy_(dout_TH)
+        else:
+            self._leave_backward(dout_TH, kept.leaving2, self.post2, ddown)
+        return wide
+
+    def _enter_backward(
+        self,
+        dn_TH: Tensor,
+        x_TH: Tensor,
+        norm: Tensor | None,
+        rstd: Tensor | None,
+        skip_TH: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """The gradient of a sublayer's input: that of its norm, or of x itself, and that along the skip connection."""
+        if norm is None or rstd is None:
+            return torch.add(dn_TH, skip_TH, out=out)
+        plus_one = self.spec.norm_plus_one
+        return rmsnorm_backward(dn_TH, x_TH, norm, rstd, residual=skip_TH, plus_one=plus_one, out=out)
+
+    def _leave_backward(
+        self, dz_TH: Tensor, leaving: Leaving | None, post: Tensor | None, out: Tensor
+    ) -> None:
+        """The gradient of y from that of what `leave` made of it; dz is left as it is."""
+        scale = self.spec.residual_scale
+        if post is None or leaving is None:
+            torch.mul(dz_TH, scale, out=out)
+            return
+        y, rstd = leaving
+        dz = dz_TH if scale == 1 else dz_TH * scale
+        rmsnorm_backward(dz, y, post, rstd, plus_one=self.spec.norm_plus_one, out=out)
 
     def _back(self, name: str, dy_wide: Tensor, x_wide: Tensor, now: Pass, *, need_dx: bool = True) -> Any:
         """dx [T, K] of a dy+ whose first N columns are filled, and the adapter's gradients."""

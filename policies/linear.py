@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from covey.kernels.lora_linear import LoraGroup, adapter_places, row_stride, wide
-from covey.policies.weight import NF4Weight
+from covey.kernels.nf4 import NF4
+from covey.policies.weight import NF4Weight, PlainWeight
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
+    "gate_up": ("gate_proj", "up_proj", "gate_up_proj"),
     "down": ("down_proj",),
 }
 
@@ -52,12 +53,13 @@ class LinearGroup:
         bias_N: Tensor | None,
         *,
         matrix: Tensor | None,
-        quantised: Sequence[NF4Weight] = (),
+        quantised: Sequence[NF4Weight | PlainWeight] = (),
         workspace: Workspace | None = None,
     ):
         self.key, self.sizes, self.bias = key, tuple(sizes), bias_N
         self.n, self.k, self.padding = sum(sizes), inputs, padding
         self.held = matrix
+        self._for_good = matrix is not None
         self._quantised, self._workspace = tuple(quantised), workspace or Workspace()
         assert matrix is not None or self._quantised, "a group has one matrix or quantised ones"
 
@@ -70,9 +72,7 @@ class LinearGroup:
             return self.held
         first = self._quantised[0]
         shape = self.n + self.padding, self.k + self.padding
-        out = self._workspace.matrix(*shape, first.dtype, first.device)
-        for weight, rows in zip(self._quantised, out[: self.n, : self.k].split(self.sizes), strict=True):
-            weight.dense_into(rows)
+        out = self._read_back(self._workspace.matrix(*shape, first.dtype, first.device))
         if lora is not None:
             out[: self.n, self.k :] = 0
             if lora.rank < self.padding:
@@ -80,6 +80,36 @@ class LinearGroup:
             for where, what in adapter_places(out, lora):
                 where.copy_(what)
         return out
+
+    @property
+    def nf4(self) -> tuple[NF4, ...]:
+        """The weights in 4 bits, linear by linear; none while W+ is held, or where 4 bits are not all there is."""
+        exact = [] if self.held is not None else [weight.exact for weight in self._quantised]
+        return tuple(nf4 for nf4 in exact if nf4 is not None) if None not in exact else ()
+
+    def _read_back(self, out: Tensor) -> Tensor:
+        """Writes W into its place in W+."""
+        for weight, rows in zip(self._quantised, out[: self.n, : self.k].split(self.sizes), strict=True):
+            weight.dense_into(rows)
+        return out
+
+    @property
+    def elements(self) -> int:
+        """Of W+ in memory, what lies between its rows included."""
+        return (self.n + self.padding) * row_stride(self.k + self.padding)
+
+    def hold(self) -> None:
+        """Keeps W+ until `release`, with room for the adapter but not yet the adapter itself."""
+        if self.held is None:
+            first = self._quantised[0]
+            shape = self.n + self.padding, row_stride(self.k + self.padding)
+            rows = torch.zeros(shape, dtype=first.dtype, device=first.device)
+            self.held = self._read_back(rows[:, : self.k + self.padding])
+
+    def release(self) -> None:
+        """The end of `hold`. A matrix that was given is held for good."""
+        if not self._for_good:
+            self.held = None
 
     def room(
         self, tokens: int, columns: int, like: Tensor, lora: dict[str, LoraGroup]

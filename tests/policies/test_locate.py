@@ -207,12 +207,18 @@ def gguf_to_llama_order(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(file: Path, kind: str) -> dict[str, np.ndarray]:
-    """A 1-layer Llama with a byte vocabulary; returns what its weights are worth, by transformers' names."""
+def write_gguf(
+    file: Path,
+    kind: str,
+    architecture: str = "llama",
+    head: int = HIDDEN // HEADS,
+    without: str = "",
+) -> dict[str, np.ndarray]:
+    """A 1-layer Llama (or Qwen3) with a byte vocabulary; returns what its weights are worth, by transformers' names."""
     import gguf
     from gguf import GGMLQuantizationType, quants
 
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(1)
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
@@ -220,7 +226,7 @@ def write_gguf(file: Path, kind: str) -> dict[str, np.ndarray]:
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(2.0**-17)
     tokens = [*tiny._byte_names(), *tiny.SPECIALS, *(f"<spare{i}>" for i in range(4))]
     writer.add_vocab_size(len(tokens))
@@ -240,11 +246,14 @@ def write_gguf(file: Path, kind: str) -> dict[str, np.ndarray]:
     worth = {}
 
     def add(name: str, theirs: str, shape: tuple[int, ...], heads: int = 0) -> None:
+        if name == without:
+            return
         weight = (0.2 * generator.standard_normal(shape)).astype(np.float32)
         if weight.ndim == 1:
             weight = (1 + weight).astype(np.float16).astype(np.float32)
             writer.add_tensor(name, weight)
         else:
+            heads = heads if architecture == "llama" else 0
             weight = llama_order_to_gguf(weight, heads) if heads else weight
             quantised = quants.quantize(weight, GGMLQuantizationType[kind])
             writer.add_tensor(name, quantised, raw_dtype=GGMLQuantizationType[kind])
@@ -254,13 +263,17 @@ def write_gguf(file: Path, kind: str) -> dict[str, np.ndarray]:
 
     add("token_embd.weight", "model.embed_tokens.weight", (len(tokens), HIDDEN))
     add("output_norm.weight", "model.norm.weight", (HIDDEN,))
-    root, kv = "model.layers.0", HIDDEN // HEADS * KV_HEADS
+    root, q, kv = "model.layers.0", head * HEADS, head * KV_HEADS
     add("blk.0.attn_norm.weight", f"{root}.input_layernorm.weight", (HIDDEN,))
     add("blk.0.ffn_norm.weight", f"{root}.post_attention_layernorm.weight", (HIDDEN,))
-    add("blk.0.attn_q.weight", f"{root}.self_attn.q_proj.weight", (HIDDEN, HIDDEN), HEADS)
+    add("blk.0.attn_q.weight", f"{root}.self_attn.q_proj.weight", (q, HIDDEN), HEADS)
     add("blk.0.attn_k.weight", f"{root}.self_attn.k_proj.weight", (kv, HIDDEN), KV_HEADS)
     add("blk.0.attn_v.weight", f"{root}.self_attn.v_proj.weight", (kv, HIDDEN))
-    add("blk.0.attn_output.weight", f"{root}.self_attn.o_proj.weight", (HIDDEN, HIDDEN))
+    if architecture == "qwen3":
+        writer.add_key_length(head)
+        for x in "qk":
+            add(f"blk.0.attn_{x}_norm.weight", f"{root}.self_attn.{x}_norm.weight", (head,))
+    add("blk.0.attn_output.weight", f"{root}.self_attn.o_proj.weight", (HIDDEN, q))
     add("blk.0.ffn_gate.weight", f"{root}.mlp.gate_proj.weight", (FF, HIDDEN))
     add("blk.0.ffn_up.weight", f"{root}.mlp.up_proj.weight", (FF, HIDDEN))
     add("blk.0.ffn_down.weight", f"{root}.mlp.down_proj.weight", (HIDDEN, FF))
@@ -291,6 +304,31 @@ def test_gguf_conversion_keeps_every_value(kind, stored, cache, tmp_path):
     assert "<|im_start|>assistant" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
     )
+
+
+def test_gguf_of_another_family_is_read_by_the_decoder(cache, tmp_path):
+    """Qwen3: its q and k rows are not reordered, and it has norms of q and k."""
+    from transformers import AutoModelForCausalLM
+
+    from covey.policies.load import load_policy
+
+    worth = write_gguf(tmp_path / "model.gguf", "Q8_0", "qwen3", head=128)
+    policy = load_policy(tmp_path / "model.gguf", method="lora", dtype="float32", device="cpu")
+    assert policy.spec.family == "qwen3"
+    q_norm = policy.layers[0].q_norm
+    assert q_norm is not None
+    np.testing.assert_array_equal(q_norm.numpy(), worth["model.layers.0.self_attn.q_norm.weight"])
+    ids = list(range(40))
+    direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    theirs = direct(torch.tensor([ids])).logits[0].detach()
+    torch.testing.assert_close(policy.forward_logits(ids), theirs, rtol=0, atol=1e-4)
+
+
+def test_a_gguf_file_without_a_tensor_is_refused(cache, tmp_path):
+    """transformers would go on with random numbers instead."""
+    write_gguf(tmp_path / "model.gguf", "F16", without="blk.0.ffn_up.weight")
+    with pytest.raises(ModelError, match=r"it has nothing for model\.layers\.0\.mlp\.up_proj\.weight"):
+        locate_model(str(tmp_path / "model.gguf"))
 
 
 def test_a_changed_gguf_file_is_converted_anew(cache, tmp_path):

@@ -165,6 +165,28 @@ def test_template_errors(byte_folder, tmp_path):
     assert "system message first" in str(picky.chat_template)
 
 
+def test_template_options_hold_for_every_rendering(byte_folder, tmp_path):
+    """Qwen3's switch: without thinking the prompt already holds an empty block of it."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}A:"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    )
+    chat = [{"role": "user", "content": "x"}]
+
+    def prompt(tokenizer, **more) -> str:
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **more)
+
+    assert prompt(load_tokenizer(byte_folder, str(file))) == "[x]A:"
+    tokenizer = load_tokenizer(byte_folder, str(file), {"enable_thinking": False})
+    assert prompt(tokenizer) == "[x]A:<think></think>"
+    assert prompt(tokenizer, enable_thinking=True) == "[x]A:"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert prompt(load_tokenizer(tmp_path / "saved")) == "[x]A:"
+    with pytest.raises(ModelError, match=r'template\.jinja does not read "enable_thought"'):
+        load_tokenizer(byte_folder, str(file), {"enable_thought": False})
+
+
 def test_a_broken_tokenizer_file_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="the tokenizer does not load"):
