@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from covey.policies.policy import Batch, Policy
-from covey.rewards.runner import Scorer, ScoreTable
+from covey.rewards.runner import Pending, Scorer, ScoreTable
 from covey.rl.advantages import compute_advantages, whiten
 from covey.rl.batch import pack, split, to_device, trained_tokens
 from covey.rl.config import GrpoConfig
@@ -47,11 +47,17 @@ def grpo_step(
     """One step (counted from 0) on these P prompts: sample, score, learn, hand the new weights to the engine."""
     clock = Clock(machine.device)
     machine.engine.wake()
-    groups = machine.engine.generate(prompts, config.rollout.group_size, step_sampling(config, step))
+    pending: dict[int, Pending] = {}
+
+    def score(index: int, group: Group) -> None:  # while the others are still sampled
+        pending[index] = machine.scorer.submit(group, index)
+
+    sampling = step_sampling(config, step)
+    groups = machine.engine.generate(prompts, config.rollout.group_size, sampling, score)
     machine.engine.sleep()
     clock.lap("rollout")
 
-    scores = machine.scorer(groups)
+    scores = machine.scorer.gather([pending[index] for index in range(len(groups))])
     clock.lap("reward")
 
     advantage_PG, learned = learn(machine, groups, scores, config, step)

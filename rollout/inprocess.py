@@ -1,46 +1,35 @@
 """Sampling with the weights that are being trained, in the trainer's own process.
 
-Axes: P prompts of a wave, B rows (completions still running), T tokens of packed prompts, V vocabulary.
+Completions run side by side, each in a slot (rollout/slots.py); one that ends makes room for one that waits
+(rollout/schedule.py). The last token of a prompt is a row's first own token: the tokens before it are computed and
+stored once per group (rollout/prefill.py), and the first token is drawn like all others.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from covey.kernels.attention import attention
-from covey.rollout.engine import Completion, Finish, Group, Prompt, Sampling
-from covey.rollout.kv_cache import KVCache
-from covey.rollout.sampling import check_sampling, pick, uniforms
+from covey.rollout.engine import Completion, Group, Prompt, Sampling
+from covey.rollout.memory import Room, keeps_asleep, make_room
+from covey.rollout.prefill import PREFILL_TOKENS
+from covey.rollout.rows import Family, Row
+from covey.rollout.sampling import check_sampling, draw_states
+from covey.rollout.schedule import Generation
+from covey.rollout.slots import Slots
 
 if TYPE_CHECKING:
     from covey.policies.decoder import DecoderPolicy
 
-PREFILL_TOKENS = 16384  # prompt tokens of one forward pass; bounds the activations, not what is computed
-STOP_WINDOW_SLACK = 4  # tokens decoded besides those that can hold a stop string: decoders trim at the edges
-
-
-@dataclass(slots=True)
-class _Row:
-    """A completion in the making."""
-
-    prompt: Prompt
-    sample: int
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    finish: Finish | None = None
-
 
 class InProcessEngine:
-    """A RolloutEngine on a DecoderPolicy. A group's prompt is computed and cached once; rows leave when done.
+    """A RolloutEngine on a DecoderPolicy.
 
     decode: ids to text, without special tokens. eos_ids: any of them ends a completion.
-    max_rows: completions that run at a time; prompts are worked off in waves of as many (one at least).
+    max_rows: completions that run at a time; the others wait.
+    places: tokens that keys and values are stored for at most; by default as many as are of use, or as memory has room
+    for. A prompt and one completion of it fit in any case, or `generate` raises MemoryError.
     """
 
     def __init__(
@@ -50,6 +39,7 @@ class InProcessEngine:
         eos_ids: Iterable[int],
         *,
         max_rows: int = 256,
+        places: int | None = None,
     ):
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}: set it to at least 1")
@@ -57,23 +47,44 @@ class InProcessEngine:
         self.decode = decode
         self.eos_ids = frozenset(eos_ids)
         self.max_rows = max_rows
+        self.places = places
         self.version = 0
+        self._slots: Slots | None = None
+        self._most = 0  # places that its pool was made for, if memory had them
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Group]:
-        """n completions for each of P prompts: P groups in the prompts' order.
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        finished: Callable[[int, Group], None] | None = None,
+    ) -> list[Group]:
+        """n completions for each of P prompts: P groups in the prompts' order (see RolloutEngine).
 
         ValueError for an empty prompt, or one whose completion could leave the model's positions.
         """
         self._check(prompts, n, sampling)
+        if not prompts:
+            return []
+        families = [Family(index, prompt) for index, prompt in enumerate(prompts)]
+        samples = list(range(n)) * len(prompts)
+        draws = draw_states(sampling.seed, [prompt.row for prompt in prompts for _ in range(n)], samples)
+        for i, draw in enumerate(draws.tolist()):
+            families[i // n].rows.append(Row(families[i // n], samples[i], draw))
         groups: dict[int, Group] = {}
-        # Prompts of similar length share a wave and its padding.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-        per_wave = max(1, self.max_rows // n)
+
+        def done(family: Family) -> None:
+            group = groups[family.index] = Group(family.prompt, tuple(map(self._completion, family.rows)))
+            if finished is not None:
+                finished(family.index, group)
+
         with torch.no_grad():
             self.policy.refresh()
-            for first in range(0, len(order), per_wave):
-                wave = order[first : first + per_wave]
-                groups.update(zip(wave, self._wave([prompts[i] for i in wave], n, sampling), strict=True))
+            slots, needed = self._room_for(prompts, n, sampling)
+            Generation(
+                slots, sampling, decode=self.decode, eos_ids=self.eos_ids, max_rows=self.max_rows,
+                roomy=slots.pool.size >= needed, done=done,
+            ).run(families)  # fmt: skip
         return [groups[i] for i in range(len(prompts))]
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -87,10 +98,13 @@ class InProcessEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Nothing to give back: caches live during `generate` only, and the weights are the policy's."""
+        """Gives back what sampling took, unless there is memory in plenty."""
+        if self._slots is not None and not keeps_asleep(self.policy):
+            self._slots = None
+            self.policy.release()
 
     def wake(self) -> None:
-        """Nothing to take."""
+        """Nothing to take yet: `generate` knows how much it needs."""
 
     def _check(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> None:
         check_sampling(sampling)
@@ -107,139 +121,33 @@ class InProcessEngine:
                     "leave the row out, shorten it or lower max_new_tokens"
                 )
 
-    def _wave(self, prompts: list[Prompt], n: int, sampling: Sampling) -> list[Group]:
-        spec, policy = self.policy.spec, self.policy
-        lengths = [len(prompt.ids) for prompt in prompts]
-        cache = KVCache(
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            lengths,
-            group=n,
-            max_own=sampling.max_new_tokens - 1,  # the last token is sampled, but nothing follows it
-            scale=spec.attention_scale,
-            dtype=policy.dtype,
-            device=policy.device,
-        )
-        everyone = [_Row(prompt, sample) for prompt in prompts for sample in range(n)]
-        rows = everyone
-        stops = StopStrings(sampling.stop, self.decode) if sampling.stop else None
-        logits_BV = self._prefill(prompts, cache).repeat_interleave(n, 0)
-        for step in range(sampling.max_new_tokens):
-            id_B = self._sample(logits_BV, rows, sampling, step)
-            for row in rows:
-                self._settle(row, sampling, stops)
-            alive_B = np.array([row.finish is None for row in rows])
-            if not alive_B.any():
-                break
-            if not alive_B.all():
-                order = cache.keep(alive_B)
-                rows = [rows[i] for i in order]
-                id_B = id_B[torch.from_numpy(order).to(id_B.device)]
-            logits_BV = self._decode_step(id_B, cache)
-        done = [self._completion(row) for row in everyone]
-        return [Group(prompt, tuple(done[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
+    def _room_for(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> tuple[Slots, int]:
+        """Slots and a pool that do for this call, from an earlier one if they do; and how many places it can need."""
+        lengths = sorted((len(prompt.ids) - 1 for prompt in prompts), reverse=True)
+        rows = min(self.max_rows, len(prompts) * n)
+        groups = min(rows, len(prompts))
+        room = Room(rows, groups, min(n, rows), sampling.max_new_tokens, max(1, lengths[0]))
+        needed, least = sum(lengths[:groups]) + rows * room.max_own, lengths[0] + room.max_own
+        if self.places is not None and self.places < least:
+            raise MemoryError(
+                f"sampling has {self.places} places for keys and values, but the longest prompt and a completion of it "
+                f"take {least}: raise `places`, or lower max_new_tokens"
+            )
+        most = needed if self.places is None else min(needed, self.places)
+        if self._slots is None or not self._slots.room.holds(room) or self._most < most:
+            self._slots, self._most = None, most  # the memory of the old ones goes first
+            self._slots = Slots(
+                self.policy, make_room(self.policy, room, least, most, PREFILL_TOKENS), room, self.eos_ids
+            )
+        return self._slots, needed
 
-    def _prefill(self, prompts: list[Prompt], cache: KVCache) -> Tensor:
-        """Fills the cache's prompts and returns the logits after each: [P, V]."""
-        parts, first = [], 0
-        while first < len(prompts):
-            last, tokens = first + 1, len(prompts[first].ids)
-            while last < len(prompts) and tokens + len(prompts[last].ids) <= PREFILL_TOKENS:
-                tokens += len(prompts[last].ids)
-                last += 1
-            parts.append(self._prefill_part([prompt.ids for prompt in prompts[first:last]], first, cache))
-            first = last
-        return torch.cat(parts)
-
-    def _prefill_part(self, ids_P: list[tuple[int, ...]], first: int, cache: KVCache) -> Tensor:
-        """The same for the cache's prompts from `first` on, in one forward pass."""
-        policy, spec = self.policy, self.policy.spec
-        end_P = np.cumsum([len(ids) for ids in ids_P])
-        segments_P4 = torch.zeros(len(ids_P), 4, dtype=torch.int32)
-        segments_P4[1:, 0] = torch.from_numpy(end_P[:-1])
-        segments_P4[:, 1] = torch.from_numpy(end_P)
-        plan = policy.plan(segments_P4)
-        position_T = np.concatenate([np.arange(len(ids)) for ids in ids_P])
-        rope = policy.rope(torch.from_numpy(position_T).to(policy.device))
-        hidden = policy.embed(torch.from_numpy(np.concatenate(ids_P).astype(np.int64)).to(policy.device))
-        final_P = torch.from_numpy(end_P - 1).to(policy.device)
-        for layer in range(spec.num_layers):
-            q, k, v = policy.project_qkv(layer, hidden, rope)
-            cache.store_prompts(layer, first, first + len(ids_P), k, v)
-            out, _ = attention(q, k, v, plan, spec.attention_scale)
-            if layer == spec.num_layers - 1:  # from here on only the last tokens are of use
-                hidden, out = hidden[final_P], out[final_P]
-            hidden = policy.finish_layer(layer, hidden, out)
-        return policy.logits(hidden)
-
-    def _decode_step(self, id_B: Tensor, cache: KVCache) -> Tensor:
-        """Logits [B, V] after one more token in each row."""
-        policy = self.policy
-        cache.advance()
-        rope = policy.rope(cache.positions())
-        hidden = policy.embed(id_B)
-        for layer in range(policy.spec.num_layers):
-            q, k, v = policy.project_qkv(layer, hidden, rope)
-            hidden = policy.finish_layer(layer, hidden, cache.attend(layer, q, k, v))
-        return policy.logits(hidden)
-
-    def _sample(self, logits_BV: Tensor, rows: list[_Row], sampling: Sampling, step: int) -> Tensor:
-        """Draws token `step` of every row, notes it there and returns the ids: int64 [B] on the device."""
-        samples = np.array([row.sample for row in rows])
-        uniform = uniforms(sampling.seed, np.array([row.prompt.row for row in rows]), samples, step)
-        uniform_B = torch.from_numpy(uniform).to(logits_BV.device)
-        id_B, logp_B = pick(logits_BV, sampling, uniform_B)
-        for row, token, logp in zip(rows, id_B.tolist(), logp_B.tolist(), strict=True):
-            if math.isnan(logp):
-                raise FloatingPointError(
-                    f"the logits after the prompt of row {row.prompt.row} and {step} tokens are not finite: "
-                    "the weights have diverged; go back to an earlier checkpoint and lower the learning rate"
-                )
-            row.ids.append(token)
-            row.logprobs.append(logp)
-        return id_B
-
-    def _settle(self, row: _Row, sampling: Sampling, stops: "StopStrings | None") -> None:
-        """Says whether, and how, the newest token ends the row."""
-        if row.ids[-1] in self.eos_ids:
-            row.finish, row.text = "eos", self.decode(row.ids[:-1])
-        elif stops and (text := stops.cut(row.ids)) is not None:
-            row.finish, row.text = "stop", text
-        elif len(row.ids) == sampling.max_new_tokens:
-            row.finish, row.text = "length", self.decode(row.ids)
-
-    def _completion(self, row: _Row) -> Completion:
+    def _completion(self, row: Row) -> Completion:
         assert row.finish is not None
         trained = (True,) * len(row.ids)
-        return Completion(tuple(row.ids), tuple(row.logprobs), trained, row.text, row.finish, self.version)
-
-
-class StopStrings:
-    """Looks for stop strings in a completion's text, whatever tokens they are made of."""
-
-    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]):
-        self.stop, self.decode = tuple(stop), decode
-        self.longest = max(len(text) for text in self.stop)
-        # A token holds at least one byte of the text, so this many can hold the longest stop string.
-        self.window = max(len(text.encode()) for text in self.stop) + STOP_WINDOW_SLACK
-
-    def cut(self, ids: list[int]) -> str | None:
-        """The text before the first stop string if the newest token completed one, else None.
-
-        Only the last tokens are decoded, as the earlier ones were looked at before; after a match all of them
-        are, so that the text is that of the whole completion.
-        """
-        window = self.window
-        tail = self.decode(ids[-window:])
-        while window < len(ids) and len(tail) < self.longest + STOP_WINDOW_SLACK:  # tokens without text
-            window *= 2
-            tail = self.decode(ids[-window:])
-        if not any(text in tail for text in self.stop):
-            return None
-        whole = self.decode(ids)
-        places = [place for text in self.stop if (place := whole.find(text)) >= 0]
-        return whole[: min(places)] if places else None
+        full = tuple(row.full_logprobs) or None
+        return Completion(
+            tuple(row.ids), tuple(row.logprobs), trained, row.text, row.finish, self.version, full
+        )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -13,22 +13,13 @@ first step; where they differ from those of hf by more than bfloat16 explains, a
 """
 
 import argparse
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from benchmarks.peers.inputs import parse_work
+from benchmarks.peers.process import Case, Record, gather, number
 from benchmarks.shapes import SHAPES
 
 PEERS = {  # by name: the modules without which it cannot run
@@ -40,31 +31,6 @@ PEERS = {  # by name: the modules without which it cannot run
 }
 WORK = ("sft:4x2048", "sft:1x8192", "grpo:8x512+1024", "logp:8x512+1024")
 TOLERANCE = {"loss": 1e-3, "grad_norm": 1e-2}  # relative
-CHECKOUT = Path(__file__).parents[2]
-QUIET = {  # nothing is fetched, reported or drawn
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRL_EXPERIMENTAL_SILENCE": "1",
-    "UNSLOTH_DISABLE_STATISTICS": "1",
-}
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """What one process measures."""
-
-    peer: str
-    memory: str  # of covey
-    work: list[str]
-
-    @property
-    def name(self) -> str:
-        return f"{self.peer} {self.memory}".strip()
 
 
 def cases(peers: list[str], memory: list[str], work: list[str]) -> list[Case]:
@@ -77,64 +43,6 @@ def cases(peers: list[str], memory: list[str], work: list[str]) -> list[Case]:
             continue
         chosen += [Case(peer, mode, mine) for mode in (memory if peer == "covey" else [""])]
     return chosen
-
-
-def run(case: Case, args: argparse.Namespace) -> Iterator[Record]:
-    """A record of every work as soon as it is measured; one with `error` where there is no number."""
-    if missing := [module for module in PEERS[case.peer] if find_spec(module) is None]:
-        yield from ({"work": work, "error": f"not installed: {missing[0]}"} for work in case.work)
-        return
-    log = args.root / f"{case.name.replace(' ', '-')}.log"
-    command = [sys.executable, "-m", "benchmarks.peers.child", case.peer, "--shape", args.shape]
-    command += ["--method", args.method, "--reps", str(args.reps), "--root", str(args.root)]
-    command += ["--memory", case.memory or "auto", "--work", *case.work]
-    env = os.environ | QUIET | {"UNSLOTH_COMPILE_LOCATION": str(args.root / "unsloth")}
-    env.pop("PYTHONSAFEPATH", None)  # `benchmarks` is found beside the working directory
-    left = list(case.work)
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, cwd=CHECKOUT,
-            start_new_session=True,
-        )  # fmt: skip
-    assert process.stdout is not None
-    late = threading.Event()
-
-    def stop() -> None:
-        late.set()
-        os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(args.limit, stop)
-    timer.start()
-    try:
-        for line in process.stdout:
-            record = json.loads(line)
-            left.remove(record["work"])
-            yield record
-            if not left:  # a compiler's workers may hold the pipe open after the process itself has ended
-                break
-    finally:
-        timer.cancel()
-        _end(process)
-    if late.is_set():
-        reason = f"not done in {args.limit:g} s"
-    elif process.returncode < 0:
-        reason = f"ended by signal {-process.returncode}"
-    else:
-        reason = _last_line(log)
-    yield from ({"work": work, "error": reason} for work in left)
-
-
-def _end(process: subprocess.Popen) -> None:
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "ended without a word"
 
 
 def table(records: list[Record]) -> Iterator[str]:
@@ -155,17 +63,13 @@ def table(records: list[Record]) -> Iterator[str]:
                 yield head + r["error"][:90]
                 continue
             yield (
-                f"{head}{r['version']:<12}{r['ms']:>10.1f}{_number(r['ms'] / ours, '.2f'):>9}"
-                f"{r['tokens_per_s']:>11,.0f}{_number(r['peak_gib'], '.2f'):>10}"
-                f"{r['loss']:>10.5f}{_number(r['grad_norm'], '.5g'):>12}"
+                f"{head}{r['version']:<12}{r['ms']:>10.1f}{number(r['ms'] / ours, '.2f'):>9}"
+                f"{r['tokens_per_s']:>11,.0f}{number(r['peak_gib'], '.2f'):>10}"
+                f"{r['loss']:>10.5f}{number(r['grad_norm'], '.5g'):>12}"
             )
             assert expected is not None
             remarks += _disagreements(r, expected)
     yield from remarks
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 def _disagreements(record: Record, expected: Record) -> list[str]:
@@ -203,23 +107,28 @@ def main() -> None:
         parser.error(str(error))
     args.root = args.root.resolve()
     args.root.mkdir(parents=True, exist_ok=True)
+    options = [
+        "--shape",
+        args.shape,
+        "--method",
+        args.method,
+        "--reps",
+        str(args.reps),
+        "--root",
+        str(args.root),
+    ]
     setting = {"shape": args.shape, "method": args.method}
-    records = {}
-    if args.json and args.json.exists():
-        earlier = [json.loads(line) for line in args.json.read_text().splitlines()]
-        records = {(r["work"], r["peer"]): r for r in earlier if setting.items() <= r.items()}
-    for case in cases(args.peers, args.memory, args.work):
-        started = time.perf_counter()
-        for result in run(case, args):
-            record = setting | {"peer": case.name} | result
-            records[record["work"], case.name] = record
-            said = record.get("error") or f"{record['ms']:.1f} ms"
-            print(f"# {case.name} {record['work']}: {said}", flush=True)
-            if args.json:
-                with args.json.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-        print(f"# {case.name}: {time.perf_counter() - started:.0f} s", flush=True)
-    print("\n".join(table(list(records.values()))))
+    chosen = cases(args.peers, args.memory, args.work)
+    records = gather(
+        chosen,
+        "benchmarks.peers.child",
+        options,
+        PEERS,
+        setting,
+        args,
+        lambda record: f"{record['ms']:.1f} ms",
+    )
+    print("\n".join(table(records)))
 
 
 if __name__ == "__main__":

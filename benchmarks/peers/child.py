@@ -9,7 +9,7 @@ import sys
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PACKAGES = (
     "torch",
@@ -21,8 +21,15 @@ PACKAGES = (
     "liger-kernel",
     "trl",
     "unsloth",
+    "vllm",
 )
-NAMED_AFTER = {"hf": "transformers", "liger": "liger-kernel"}  # the package whose version stands in the table
+NAMED_AFTER = {  # the package whose version stands in the table
+    "hf": "transformers",
+    "hf-static": "transformers",
+    "liger": "liger-kernel",
+    "unsloth-graphs": "unsloth",
+    "vllm-bf16": "vllm",
+}
 
 
 def measured(peer: Any, spec: str, vocab: int, reps: int) -> dict[str, Any]:
@@ -74,6 +81,40 @@ def versions() -> dict[str, str]:
     return found
 
 
+def about(peer: str, reps: int) -> dict[str, Any]:
+    """What stands in every record of a process."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    known = versions()
+    own = known.get(NAMED_AFTER.get(peer, peer), "?")
+    return {"version": own, "versions": known, "reps": reps, "device": device}
+
+
+def prepare(peer: str) -> TextIO:
+    """Before anything else: where records go (what libraries print goes to the log), and what has to come first."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if peer.startswith("unsloth"):
+        import unsloth  # type: ignore  # noqa: F401  # patches torch, transformers, peft and trl, if it comes first
+    return results
+
+
+def free_memory() -> None:
+    """Gives back what loading, or the work before, has left."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """The record of a work that raised; the log gets the traceback."""
+    traceback.print_exc()
+    return {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peer")
@@ -84,11 +125,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--work", nargs="+", required=True)
     args = parser.parse_args()
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
-    if args.peer == "unsloth":
-        import unsloth  # type: ignore  # noqa: F401  # patches torch, transformers, peft and trl, if it comes first
-    import torch
+    results = prepare(args.peer)
     from benchmarks.peers.inputs import as_downloaded, parse_work
     from benchmarks.peers.models import load
     from benchmarks.shapes import SHAPES, model_folder
@@ -96,23 +133,14 @@ def main() -> None:
     folder = as_downloaded(model_folder(args.shape, args.root))
     longest = max(sum(parse_work(spec)[2]) for spec in args.work)
     peer = load(args.peer, folder, args.method, args.memory, longest)
-    known = versions()
-    about = {
-        "version": known.get(NAMED_AFTER.get(args.peer, args.peer), "?"),
-        "versions": known,
-        "reps": args.reps,
-    }
-    about["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    always = about(args.peer, args.reps)
     # SFT first: Unsloth's trainer leaves the model returning hidden states in place of a loss.
     for spec in sorted(args.work, key=lambda spec: not spec.startswith("sft")):
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what loading, or the work before, has left
+        free_memory()
         try:
-            record = measured(peer, spec, SHAPES[args.shape].vocab, args.reps) | about
+            record = measured(peer, spec, SHAPES[args.shape].vocab, args.reps) | always
         except Exception as error:
-            traceback.print_exc()
-            record = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
+            record = failure(error)
             peer.zero_grad()
         print(json.dumps({"work": spec} | record), file=results, flush=True)
     sys.stderr.flush()

@@ -55,6 +55,16 @@ def read_work(spec: str, vocab: int) -> tuple[str, Tensor | Rollouts, int]:
     return kind, Rollouts(prompt[0], completions, torch.linspace(-1.0, 1.5, rows)), count
 
 
+def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
+    """Prompts to sample from: `count` of `length` tokens."""
+    return np.random.default_rng(0).integers(FIRST_ID, vocab, size=(count, length)).tolist()
+
+
+def ends_of(mean: int, vocab: int) -> tuple[int, ...]:
+    """As many ids that end a completion as let it have `mean` tokens on average, where all are equally probable."""
+    return tuple(np.random.default_rng(1).choice(vocab, size=max(1, vocab // mean), replace=False).tolist())
+
+
 def adapter_value(name: str, shape: torch.Size) -> Tensor:
     """A parameter of the adapter, float32, drawn from its PEFT name: A spread as PEFT's first one, B not zero."""
     key = name[name.index("layers.") :].replace(".default", "")

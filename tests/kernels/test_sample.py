@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covey.kernels import sample as module
 from covey.kernels.head import logit_gradients_reference
-from covey.kernels.sample import sample, sample_reference
+from covey.kernels.sample import log_prob, sample, sample_reference
 
 F32, F64, INF, NAN = torch.float32, torch.float64, math.inf, math.nan
 LAST = 1 - 2.0**-53  # the largest float64 below 1
@@ -37,6 +37,7 @@ def choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_KERNELS", name)
     if name == "triton":
         monkeypatch.setattr(module, "sample_reference", None)
+        monkeypatch.setattr(module, "target_logp", None)
 
 
 @pytest.fixture(params=["reference", "triton"])
@@ -263,6 +264,26 @@ def test_the_log_prob_is_the_head_s(path, temperature: float):
     torch.testing.assert_close(logp, theirs, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+def test_the_log_prob_before_the_cut(path, temperature: float):
+    """Of tokens inside and outside of what a truncation keeps, improbable and nearly certain ones."""
+    x, ids = 3 * torch.randn(8, 67), torch.randint(0, 67, (8,))
+    x[:, 5] = -INF
+    x[0, 40], x[1, 40], ids[:3] = 30.0, 60.0, torch.tensor([40, 40, 0])
+    x[2, 0] = -70.0
+    before, divisor = x.clone(), temperature or 1.0
+    found = log_prob(x, ids, temperature)
+    assert found.dtype == F32 and torch.equal(x, before)
+    z = x.double() / divisor
+    others = z.scatter(1, ids[:, None], -INF).logsumexp(1)
+    exact = -torch.log1p((others - z.gather(1, ids[:, None])[:, 0]).exp())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    assert 0 > found[1] > -1e-10  # log_softmax would be 0
+    torch.testing.assert_close(
+        log_prob(x.double(), ids, temperature), z.log_softmax(1)[range(8), ids], rtol=0, atol=1e-12
+    )
+
+
 def test_greedy_takes_the_first_of_equals(path):
     x = torch.zeros(3, 100)
     x[0, [40, 41, 99]] = x[1, [0, 99]] = x[2, 99] = 2.0
@@ -403,6 +424,18 @@ def test_a_thousand_rows_on_a_gpu(kernels, vocab: int, settings: dict[str, Any])
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [151936, 32003])
+def test_the_log_prob_before_the_cut_on_a_gpu(kernels, vocab: int):
+    x, u = like_a_model(65, vocab), torch.rand(65, device="cuda", dtype=F64)
+    ids, cut = sample(x, u, temperature=0.8, top_p=0.9)
+    whole = log_prob(x, ids, 0.8)
+    exact = (x.double() / 0.8).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=2e-6)
+    kept = (whole - cut).double().exp()  # share of the mass that top-p leaves, 0.9 and up to one token more
+    assert ((kept > 0.9 - 1e-5) & (kept < 1 + 1e-5)).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_graph_draws_from_what_it_finds(kernels, name: str):
     settings = full(SETTINGS[name])
@@ -494,7 +527,7 @@ def test_logits_that_are_not_finite_give_nan_on_a_gpu(kernels, name: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SETTINGS)
 def test_offsets_beyond_32_bits(kernels, name: str):
-    settings, stride, vocab = full(SETTINGS[name]), 2**31 + 16, 32003
+    settings, stride, vocab = full(SETTINGS[name]), 2**31 + 16, 32016
     far = torch.empty(stride + vocab, device="cuda").as_strided((2, vocab), (stride, 1))
     near, u = like_a_model(2, vocab), torch.rand(2, device="cuda")
     ids, logp = sample(far.copy_(near), u, **settings)

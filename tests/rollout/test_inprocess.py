@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from covey.policies.load import load_policy
-from covey.rollout import inprocess
+from covey.rollout import prefill, schedule
 from covey.rollout.engine import Completion, Prompt, Sampling
-from covey.rollout.inprocess import InProcessEngine, StopStrings
+from covey.rollout.inprocess import InProcessEngine
 
 UNIFORM = torch.zeros(64)
 
@@ -183,8 +183,93 @@ def test_ids_do_not_depend_on_the_batch(max_rows, tiny):
 def test_prefill_in_several_passes(tiny_llama, monkeypatch):
     prompts, sampling = mixed_prompts(), Sampling(10, seed=3)
     expected = ids_of(engine_of(tiny_llama).generate(prompts, 3, sampling))
-    monkeypatch.setattr(inprocess, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
     assert ids_of(engine_of(tiny_llama).generate(prompts, 3, sampling)) == expected
+
+
+@pytest.fixture(params=["one step at a time", "two chunks at a time"])
+def pacing(request, monkeypatch):
+    """On a GPU the host looks at results while the next chunk runs; here the same with chunks that are done."""
+    if request.param == "two chunks at a time":
+        monkeypatch.setattr(schedule, "pace", lambda device: (4, True))
+
+
+def forwards_of(engine, monkeypatch):
+    """Numbers of tokens of the engine's passes, as they come."""
+    forwards, embed = [], engine.policy.embed
+    monkeypatch.setattr(engine.policy, "embed", lambda ids: forwards.append(len(ids)) or embed(ids))
+    return forwards
+
+
+@pytest.mark.parametrize(("places", "max_rows"), [(71, 15), (80, 15), (150, 15), (150, 4), (400, 15)])
+def test_rows_that_find_no_room_wait_or_leave_and_come_back(
+    places, max_rows, pacing, tiny_llama, monkeypatch
+):
+    monkeypatch.setattr(schedule, "FIRST_ROOM", 4)
+    prompts, sampling = (
+        mixed_prompts(),
+        Sampling(41, seed=5),
+    )  # the longest prompt and a completion take 29 + 41 places
+    eos = set(range(0, 96, 12))
+    expected = engine_of(tiny_llama, eos_ids=eos).generate(prompts, 3, sampling)
+    engine = engine_of(tiny_llama, eos_ids=eos, places=places, max_rows=max_rows)
+    forwards = forwards_of(engine, monkeypatch)
+    found = engine.generate(prompts, 3, sampling)
+    assert ids_of(found) == ids_of(expected)
+    for group, like in zip(found, expected, strict=True):
+        for completion, other in zip(group.completions, like.completions, strict=True):
+            assert (completion.finish, completion.text) == (other.finish, other.text)
+            assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    if places < 100:  # a row had to leave: its tokens were computed again
+        assert sum(forwards) > sum(len(ids) for group in ids_of(expected) for ids in group) + 56
+    assert engine.generate(prompts, 3, sampling) == found  # all places are free again
+
+
+def test_a_longest_prompt_that_finds_no_room_is_refused(tiny_llama):
+    engine = engine_of(tiny_llama, places=69)
+    with pytest.raises(MemoryError, match=r"has 69 places .* take 70"):
+        engine.generate(mixed_prompts(), 1, Sampling(41))
+
+
+def test_waiting_rows_enter_as_soon_as_others_end(tiny_llama, monkeypatch):
+    eos = set(range(0, 96, 12))
+    engine = engine_of(tiny_llama, eos_ids=eos, max_rows=4)
+    forwards = forwards_of(engine, monkeypatch)
+    groups = engine.generate(mixed_prompts([3, 3, 3]), 8, Sampling(40, seed=5))
+    lengths = [len(ids) for group in ids_of(groups) for ids in group]
+    assert max(lengths) > 2 * sum(lengths) / len(lengths)  # in waves of four rows most slots would be empty
+    assert sum(forwards) == 3 * 2 + sum(lengths)  # nothing is computed for a row that is done
+    assert len(forwards) < 3 + 1.2 * sum(lengths) / 4
+
+
+def test_groups_are_handed_over_as_they_finish(pacing, tiny_llama):
+    eos, seen = set(range(0, 96, 12)), []
+    engine = engine_of(tiny_llama, eos_ids=eos, max_rows=4)
+    prompts, sampling = mixed_prompts(), Sampling(40, seed=5)
+
+    def finished(index, group):
+        seen.append((index, group))
+
+    groups = engine.generate(prompts, 2, sampling, finished)
+    assert sorted(index for index, _ in seen) == [0, 1, 2, 3, 4]
+    assert all(groups[index] is group for index, group in seen)
+    longest = [max(len(ids) for ids in group) for group in ids_of(groups)]
+    assert longest[seen[0][0]] < max(longest)  # the first to come was not the last to end
+
+
+@pytest.mark.parametrize("stop", [(), ("5 6",)])
+def test_chunks_change_nothing(stop, tiny, monkeypatch):
+    prompts, eos = mixed_prompts(), {7, 11, 60}
+    sampling = Sampling(23, temperature=1.3, top_k=40, repetition_penalty=1.2, stop=stop, seed=5)
+    expected = engine_of(tiny, eos_ids=eos).generate(prompts, 4, sampling)
+    monkeypatch.setattr(schedule, "pace", lambda device: (4, True))
+    found = engine_of(tiny, eos_ids=eos, max_rows=7).generate(prompts, 4, sampling)
+    assert ids_of(found) == ids_of(expected)
+    for group, like in zip(found, expected, strict=True):
+        for c, other in zip(group.completions, like.completions, strict=True):
+            assert (c.finish, c.text) == (other.finish, other.text)
+            assert c.full_logprobs is not None and len(c.full_logprobs) == len(c.ids)
+            assert c.full_logprobs == pytest.approx(other.full_logprobs, abs=1e-5)
 
 
 def test_rows_that_end_early_do_not_disturb_the_others(tiny):
@@ -284,22 +369,6 @@ def test_the_first_of_several_stop_strings_cuts(table_lm, tmp_path):
     assert (group.completions[0].ids, group.completions[0].text) == ((10, 11), "4")
 
 
-def test_stop_strings_are_looked_for_in_a_short_tail():
-    decoded = []
-
-    def decode(ids):
-        decoded.append(len(ids))
-        return "".join("" if i == 0 else chr(i) for i in ids)  # 0: a token without text
-
-    stops, ids = StopStrings(("end", "stop"), decode), []
-    for character in "x" * 500 + "s\0t\0\0\0\0\0\0\0o\0p":
-        ids.append(ord(character))
-        text = stops.cut(ids)
-        assert (text is None) == (character != "p")
-    assert text == "x" * 500
-    assert max(decoded[:500]) <= 8 and decoded[-1] == len(ids)
-
-
 # What the engine is given
 
 
@@ -351,7 +420,12 @@ def test_nothing_is_computed_after_the_last_token(tiny_llama, monkeypatch):
     embed = engine.policy.embed
     monkeypatch.setattr(engine.policy, "embed", lambda ids: forwards.append(len(ids)) or embed(ids))
     engine.generate(mixed_prompts([4, 6]), 3, Sampling(3))
-    assert forwards == [10, 6, 6]  # each prompt once per group, then one pass for tokens 2 and 3
+    assert forwards == [
+        8,
+        6,
+        6,
+        6,
+    ]  # each prompt but its last token once per group, then a pass for each token
 
 
 def test_no_prompts(tiny_llama):
@@ -385,3 +459,24 @@ def test_diverged_weights_are_reported(temperature, tiny_llama):
     policy.load_weights({name: torch.full_like(w, math.nan) for name, w in policy.weights().items()})
     with pytest.raises(FloatingPointError, match="row 0"):
         InProcessEngine(policy, spelled, []).generate(mixed_prompts([3]), 1, Sampling(2, temperature))
+
+
+def test_weights_that_are_not_held_are_sampled_from_alike(tiny, monkeypatch):
+    """Where memory has no room for them in 16 bits, few rows are multiplied with the 4 bits themselves."""
+    prompts, sampling = mixed_prompts(), Sampling(12, seed=4)
+
+    def generated(held):
+        policy = policy_of(tiny, method="qlora", memory="lean")
+        randomise(policy, seed=7)
+        engine = InProcessEngine(policy, spelled, [])
+        if not held:
+            monkeypatch.setattr(policy, "hold", lambda: None)
+        groups = engine.generate(prompts, 2, sampling)
+        assert (policy.unheld_bytes == 0) == held
+        return groups
+
+    expected, found = generated(held=True), generated(held=False)
+    assert ids_of(found) == ids_of(expected)
+    for group, like in zip(found, expected, strict=True):
+        for c, other in zip(group.completions, like.completions, strict=True):
+            assert c.logprobs == pytest.approx(other.logprobs, abs=1e-4)

@@ -1,14 +1,18 @@
 """Draws against closed forms."""
 
 import math
+import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from covey.kernels.sample_inputs import draw as numbers
+from covey.rollout import sampling as module
 from covey.rollout.engine import Sampling
-from covey.rollout.sampling import _splitmix64, check_sampling, pick, uniforms
+from covey.rollout.sampling import Sampler, check_sampling, draw_states, pick, uniforms
 
 LAST = 1 - 2.0**-53  # the largest float64 below 1
 
@@ -176,11 +180,202 @@ def test_the_kernels_draw_the_same(monkeypatch, sampling):
     torch.testing.assert_close(their_logp, logp)
 
 
-def test_splitmix64_matches_the_published_sequence():
-    # First outputs of the reference implementation for the seed 1234567.
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    states = np.array([1234567], dtype=np.uint64) + golden * np.arange(3, dtype=np.uint64)
-    assert _splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+# Frequencies
+
+PROBABILITIES = torch.tensor([0.06, 0.40, 0.04, 0.25, 0.10, 0.15], dtype=torch.float64)
+# The 99.9 % quantiles of the chi-square distribution, by degrees of freedom.
+CRITICAL = {1: 10.828, 2: 13.816, 3: 16.266, 4: 18.467, 5: 20.515}
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, [6, 40, 4, 25, 10, 15]),
+        ({"temperature": 0.5}, [36, 1600, 16, 625, 100, 225]),
+        ({"top_k": 3}, [0, 40, 0, 25, 0, 15]),
+        ({"top_p": 0.75}, [0, 40, 0, 25, 0, 15]),  # 0.65 without the third
+        ({"min_p": 0.2}, [0, 40, 0, 25, 10, 15]),  # at least 0.08
+        # Of 0.40 0.25 0.15 0.10 the first three reach 0.72; two of them are at least 0.2.
+        ({"top_k": 4, "top_p": 0.8, "min_p": 0.5}, [0, 40, 0, 25, 0, 0]),
+        ({"logit_bias": {1: -math.log(4), 2: math.log(5)}}, [6, 10, 20, 25, 10, 15]),
+        # Tokens 1 (twice) and 4 were drawn before, token 3 is in the prompt; x_v = log p_v < 0.
+        ({"presence_penalty": math.log(5)}, [6, 8, 4, 25, 2, 15]),
+        ({"frequency_penalty": math.log(2)}, [6, 10, 4, 25, 5, 15]),
+        ({"repetition_penalty": 2.0}, [6, 16, 4, 6.25, 1, 15]),
+        ({"repetition_penalty": 2.0, "top_p": 0.6}, [0, 16, 0, 0, 0, 15]),  # 31 of 48.25 are 0.64
+    ],
+)
+def test_frequencies_are_those_of_the_distribution(settings: dict[str, Any], weights: list[float]):
+    n = 20000
+    logits, uniform = PROBABILITIES.log().expand(n, -1), numbers(draw_states(7, [3] * n, range(n)), arange(n))
+    sampler = Sampler(Sampling(**settings), n, 6, torch.float64, "cpu")
+    sampler.admit(torch.arange(n), [[3]] * n, [[1, 4, 1]] * n)
+    ids, logp, full = sampler.pick(logits, uniform, torch.ones(n, dtype=torch.bool))
+    expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    kept = expected > 0
+    counts = ids.bincount(minlength=6)
+    assert counts[~kept].sum() == 0
+    statistic = ((counts - n * expected)[kept].square() / (n * expected[kept])).sum()
+    assert statistic < CRITICAL[int(kept.sum()) - 1]
+    torch.testing.assert_close(logp, expected.log()[ids], rtol=0, atol=1e-12)
+    whole = (PROBABILITIES.log() / settings.get("temperature", 1.0)).log_softmax(0)[ids]
+    if "temperature" in settings or not settings:
+        assert full is None
+    else:
+        torch.testing.assert_close(full, whole, rtol=0, atol=1e-12)
+
+
+# A batch that changes
+
+
+def arange(n: int) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.int32)
+
+
+def distribution(x: list[float], s: Sampling, prompt: list[int], own: list[int]) -> list[float]:
+    """Logits over temperature that a row's next token is drawn from, written out token by token."""
+    z = []
+    for v, logit in enumerate(x):
+        logit += s.logit_bias.get(v, 0.0)
+        if v in prompt or v in own:
+            logit = logit / s.repetition_penalty if logit > 0 else logit * s.repetition_penalty
+        logit -= s.frequency_penalty * own.count(v) + s.presence_penalty * (v in own)
+        z.append(logit / (s.temperature or 1.0))
+    return z
+
+
+@pytest.mark.parametrize(("path", "steps"), [("reference", 40), ("triton", 6)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "temperature": 0.8},
+        {"frequency_penalty": 0.4, "logit_bias": {2: 1.5, 3: -2.0}},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": -0.2, "temperature": 0.0},
+    ],
+)
+def test_rows_that_enter_move_and_leave_are_counted_alone(
+    path: str, steps: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Against Python lists, while rows are admitted (some with tokens), compacted or ignored."""
+    monkeypatch.setenv("COVEY_KERNELS", path)
+    rng, sampling, vocab = random.Random(1), Sampling(**settings), 19
+    sampler = Sampler(sampling, 6, vocab, torch.float64, "cpu")
+    prompts: list[list[int]] = []
+    owns: list[list[int]] = []
+    for _ in range(steps):
+        if len(prompts) > 2 and rng.random() < 0.3:  # the last two rows take the places of two others
+            sampler.move(torch.tensor([0, 1]), torch.tensor([len(prompts) - 2, len(prompts) - 1]))
+            for rows in (prompts, owns):
+                rows[0], rows[1] = rows[-2], rows[-1]
+                del rows[max(2, len(rows) - 2) :]
+        entering = rng.randint(0, 6 - len(prompts))
+        slots = torch.arange(len(prompts), len(prompts) + entering)
+        new = [
+            [rng.choices(range(vocab), k=rng.randint(least, 5)) for _ in range(entering)] for least in (1, 0)
+        ]
+        sampler.admit(slots, *new)
+        prompts += new[0]
+        owns += [list(own) for own in new[1]]
+        n = len(prompts)
+        if not n:
+            continue
+        x, u = 2 * torch.randn(n, vocab, dtype=torch.float64), torch.rand(n, dtype=torch.float64)
+        alive = torch.rand(n) < 0.8
+        before = x.clone()
+        ids, logp, full = sampler.pick(x, u, alive)
+        assert full is not None and torch.equal(x, before)
+        for b, token in enumerate(ids.tolist()):
+            z = torch.tensor(distribution(x[b].tolist(), sampling, prompts[b], owns[b])).double()
+            p = z.softmax(0)
+            expected = p.argmax() if sampling.temperature == 0 else (p.cumsum(0) > u[b]).int().argmax()
+            assert token == expected
+            assert logp[b].item() == pytest.approx(p.log()[token].item(), abs=1e-6)
+            whole = (x[b] / (sampling.temperature or 1.0)).log_softmax(0)[token].item()
+            assert full[b].item() == pytest.approx(whole, abs=1e-6)
+            if alive[b]:
+                owns[b].append(token)
+
+
+def test_the_whole_distribution_costs_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Without truncation, bias and penalties (and greedily whatever the truncation) nothing is counted or computed."""
+    for name in ("penalize", "log_prob"):
+        monkeypatch.setattr(module, name, None)
+    x, u, alive = torch.randn(3, 9), torch.rand(3).double(), torch.ones(3, dtype=torch.bool)
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=0.7),
+        Sampling(top_k=9),
+        Sampling(temperature=0.0, top_k=3, top_p=0.5),
+    ):
+        sampler = Sampler(sampling, 3, 9, torch.float32, "cpu")
+        sampler.admit(torch.arange(3), [[1], [2], [3]], [[], [], []])
+        sampler.move(torch.tensor([0]), torch.tensor([2]))
+        ids, logp, full = sampler.pick(x, u, alive)
+        plain = pick(x, sampling, u)
+        assert torch.equal(ids, plain[0]) and torch.equal(logp, plain[1]) and full is None
+        assert sampler.count_SV is None
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_full_logp_is_that_of_the_whole_distribution(temperature: float):
+    logits, u = 3 * torch.randn(200, 50), torch.rand(200, dtype=torch.float64)
+    for cut in (Sampling(top_k=5), Sampling(top_p=0.5), Sampling(min_p=0.2), Sampling(logit_bias={4: 3.0})):
+        sampler = Sampler(replace(cut, temperature=temperature), 200, 50, torch.float32, "cpu")
+        ids, logp, full = sampler.pick(logits, u, torch.ones(200, dtype=torch.bool))
+        assert full is not None
+        exact = (logits.double() / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        torch.testing.assert_close(full.double(), exact, rtol=0, atol=2e-6)
+        assert (logp - full).abs().max() > 0.1  # what was cut shows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": 50, "top_p": 0.95},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {5: 2.0}, "min_p": 0.05},
+        {"frequency_penalty": 0.5, "temperature": 0.0},
+    ],
+)
+def test_a_step_on_a_gpu_does_not_wait(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COVEY_KERNELS", "triton")
+    n, vocab = 64, 5003
+    prompts = [[b, b, 7] for b in range(n)]
+    owns = [[b + 1] * (b % 3) for b in range(n)]
+    x = 8 * torch.randn(n, vocab)  # few tokens hold the mass: no draw is within rounding of two
+    states, steps = draw_states(1, range(n), [0] * n), torch.tensor([len(own) for own in owns])
+
+    def steps_on(device: str, mode: str) -> list[torch.Tensor]:
+        """Two tokens, the second after a row has taken another's place."""
+        sampler = Sampler(Sampling(**settings), n, vocab, torch.float32, device)
+        logits, state, step, alive = (tensor.to(device) for tensor in (x, states, steps, arange(n) % 5 > 0))
+        slots, to, source = (torch.tensor(slot, device=device) for slot in (range(n), [0], [9]))
+        if device == "cuda":
+            sampler.pick(logits, numbers(state, step), alive)  # compiles
+            torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            sampler.admit(slots, prompts, owns)
+            first = sampler.pick(logits, numbers(state, step), alive)
+            sampler.move(to, source)
+            second = sampler.pick(logits, numbers(state, step + 1), alive)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return [tensor.cpu() for tensor in (*first, *second) if tensor is not None]
+
+    found = steps_on("cuda", "error")
+    monkeypatch.setenv("COVEY_KERNELS", "reference")
+    expected = steps_on("cpu", "default")
+    for there, here in zip(found, expected, strict=True):
+        if here.dtype == torch.int64:
+            assert torch.equal(there, here)
+        else:
+            torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5)
+
+
+# Random numbers
 
 
 def test_uniforms_depend_on_their_coordinates_alone():
@@ -194,6 +389,21 @@ def test_uniforms_depend_on_their_coordinates_alone():
         assert (other != together).all()
     for seed in (-1, 2**64 + 5, 2**31):
         assert uniforms(seed, rows, samples, 0).shape == (320,)
+    assert (uniforms(2**64 + 5, rows, samples, 3) == together).all()
+
+
+def test_uniforms_are_rounds_of_splitmix64():
+    """In Python's integers: the seed, then a round for the prompt's row, the sample and the step."""
+
+    def mix(state: int) -> int:
+        x = (state + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    for seed, row, sample, step in ((0, 0, 0, 0), (2**63 + 11, 123456, 7, 4095), (-3, 5, 63, 1)):
+        expected = (mix(mix(mix(mix(seed % 2**64) ^ row) ^ sample) ^ step) >> 11) / 2**53
+        assert uniforms(seed, np.array([row]), np.array([sample]), step).tolist() == [expected]
 
 
 def test_uniforms_are_uniform_and_independent():
@@ -221,12 +431,33 @@ def test_uniforms_are_uniform_and_independent():
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("min_p", math.nan),
+        ("temperature", math.inf),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -math.inf),
+        ("logit_bias", {3: math.inf}),
+        ("logit_bias", {-1: 2.0}),
         ("stop", ("",)),
     ],
 )
 def test_settings_that_cannot_be_meant(name, value):
+    sampling = replace(Sampling(), **{name: value})
     with pytest.raises(ValueError, match=name):
-        check_sampling(replace(Sampling(), **{name: value}))
+        check_sampling(sampling)
+    with pytest.raises(ValueError, match=name):
+        Sampler(sampling, 1, 8, torch.float32, "cpu")
+
+
+def test_a_bias_beyond_the_vocabulary():
+    Sampler(Sampling(logit_bias={7: 1.0}), 1, 8, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="token 8, but the vocabulary ends at 7"):
+        Sampler(Sampling(logit_bias={8: 1.0}), 1, 8, torch.float32, "cpu")
+
+
+def test_settings_can_be_keys():
+    assert {Sampling(logit_bias={3: 1.0}): 1}[Sampling(logit_bias={3: 1.0})] == 1
+    assert Sampling(logit_bias={3: 1.0}) != Sampling()
 
 
 def p_value(observed, expected):

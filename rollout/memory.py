@@ -1,0 +1,87 @@
+"""How much memory sampling takes: weights read back from 4 bits, and a pool of keys and values, by what is free."""
+
+import logging
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from covey.policies.load import free_memory
+from covey.rollout.kv_pool import KVPool, place_bytes
+
+if TYPE_CHECKING:
+    from covey.policies.decoder import DecoderPolicy
+
+USABLE = 0.9  # of the memory that is free: allocators do not use all of it
+ENOUGH_ROWS = 64  # more rows than these are worth less than weights that need not be read back at every step
+PLENTY = 0.5  # of a device that has so much left, nothing is given back before training
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the tables of a running batch are made for, at most."""
+
+    rows: int
+    groups: int  # prompts at a time
+    seats: int  # rows of a prompt
+    max_own: int  # tokens that a row stores
+    max_prefix: int  # tokens of a prompt that are stored
+
+    def holds(self, other: "Room") -> bool:
+        return all(mine >= wanted for mine, wanted in zip(astuple(self), astuple(other), strict=True))
+
+
+def make_room(policy: "DecoderPolicy", room: Room, least: int, most: int, prefill_tokens: int) -> KVPool:
+    """A pool of `most` places, or as many as memory has room for, and the policy's weights held if that pays.
+
+    MemoryError if there are not even `least` places.
+    """
+    place = place_bytes(policy.spec, policy.dtype)
+    free = int(USABLE * available(policy.device)) - work_bytes(policy, room, prefill_tokens)
+    unheld = policy.unheld_bytes
+    wanted = min(most, max(least, most * ENOUGH_ROWS // room.rows)) * place
+    if 0 < unheld <= free - wanted:
+        policy.hold()
+        free -= unheld
+    places = min(most, free // place)
+    if places < least:
+        raise MemoryError(
+            f"sampling needs keys and values of at least {least} tokens, {least * place / 2**30:.2f} GiB, and there is "
+            f"room for {max(0, places)}: lower rollout.max_new_tokens or rollout.max_rows, or use a smaller model"
+        )
+    held = (
+        ""
+        if not unheld
+        else f", {unheld / 2**30:.2f} GiB of weights "
+        + ("held" if policy.unheld_bytes == 0 else "read back at each step")
+    )
+    log.info(
+        "sampling: keys and values of %d tokens (%.2f GiB; %d rows at a time can need %d)%s",
+        places, places * place / 2**30, room.rows, most, held,
+    )  # fmt: skip
+    return KVPool(places, policy.spec, policy.dtype, policy.device)
+
+
+def available(device: torch.device) -> int:
+    """Bytes that can be taken, those included that torch holds without using them."""
+    unused = 0
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_memory(device) + unused
+
+
+def work_bytes(policy: "DecoderPolicy", room: Room, prefill_tokens: int) -> int:
+    """About what a pass over prompts, or a step with its logits, takes for a moment."""
+    s = policy.spec
+    tokens = min(prefill_tokens, room.groups * room.max_prefix)
+    token = 4 * s.hidden_size + 3 * s.intermediate_size + 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
+    return tokens * token * policy.dtype.itemsize + 3 * room.rows * s.vocab_size * 4
+
+
+def keeps_asleep(policy: "DecoderPolicy") -> bool:
+    """True if training is not short of memory though nothing is given back."""
+    if policy.device.type != "cuda":
+        return False
+    return available(policy.device) > PLENTY * torch.cuda.get_device_properties(policy.device).total_memory
