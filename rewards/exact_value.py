@@ -46,6 +46,7 @@ _CHARACTERS = {
     "\N{THIN SPACE}": " ",
 }
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_ROOT = re.compile(r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\w))")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
@@ -56,14 +57,8 @@ def plain(text: str) -> str:
     # A space of these kinds between digits groups thousands: 1 234 567.
     text = re.sub(r"(?<=\d)[\u00a0\u202f\u2009](?=\d{3}(?!\d))", "", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", text)
-    text = re.sub(
-        r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\w))", lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", text
-    )
+    text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", text)
     return _NOT_ASCII.sub(lambda m: _ascii(m.group()), text)
-
-
-def _root(match: re.Match[str]) -> str:
-    return f"\\sqrt{{{match[1] or match[2] or match[3]}}}"
 
 
 def _ascii(character: str) -> str:
@@ -76,14 +71,21 @@ def _ascii(character: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number and the scale after it: 75% has face 75, scale 1/100. face None: too large to work out."""
+    """A number, the scale after it and its unit: 75% has face 75, scale 1/100; 3 hrs has unit "h".
+
+    face None: too large to work out. unit "": none, or not a unit of measurement that is known.
+    """
 
     face: Fraction | None
     scale: Fraction = Fraction(1)
+    unit: str = ""
 
     def equals(self, other: "Number") -> bool:
-        """Exact equality. Against a bare number 75% equals 75 and 0.75, 5 million 5 and 5000000."""
-        if self.face is None or other.face is None:
+        """Exact equality. Against a bare number 75% equals 75 and 0.75, 5 million 5 and 5000000.
+
+        Two known units must be the same; they are not converted.
+        """
+        if self.face is None or other.face is None or (self.unit != other.unit and self.unit and other.unit):
             return False
         if (self.scale == 1) != (other.scale == 1):
             scaled, bare = (self, other) if other.scale == 1 else (other, self)
@@ -96,15 +98,26 @@ def read_number(text: str) -> Number | None:
     """The number that the whole text is, without its unit; None if it is not one. Text as from _tidy."""
     if len(text) > MAX_CHARACTERS or not any(c.isdigit() for c in text):
         return None
-    body, scale = _split_unit(text)
+    based = re.fullmatch(r"(-?[0-9A-Fa-f]+)_\{?(\d{1,2})\}?", text)
+    if based:
+        return _in_base(based[1], int(based[2]))
+    body, scale, unit = _split_unit(text)
     mixed = re.fullmatch(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)", body)  # 1 1/2
     if mixed:
         body = "{}({}+{}/{})".format(*mixed.groups())
     try:
-        return Number(_Arithmetic(body).whole(), scale)
+        return Number(_Arithmetic(body).whole(), scale, unit)
     except _TooLarge:
         return Number(None)
     except (_NotANumber, ZeroDivisionError):
+        return None
+
+
+def _in_base(digits: str, base: int) -> Number | None:
+    """1011_2 is 11."""
+    try:
+        return Number(Fraction(int(digits, base)))
+    except ValueError:  # no such base, or a digit that it does not have
         return None
 
 
@@ -115,21 +128,55 @@ _WORD = (  # only a known abbreviation may touch the number: 3xy is a product
 )
 _UNIT = re.compile(
     r"(?<=[\d)}!])\s*(?P<percent>%)?"
-    r"(?P<unit>(?:\s*(?:\\(?:text|mathrm|textbf|mbox)\{[^{}]*\}(?:\^\{?-?\d\}?)?|\^\{?\\circ\}?))*"
+    r"(?P<unit>(?:\s*(?:\\(?:text|mathrm|textbf|mbox)\{[^{}]*\}(?:\^\{?-?\d\}?)?"
+    r"|\^\{?\\circ\}?(?:\s*[CF](?![A-Za-z]))?))*"
     rf"(?:\s*{_WORD}(?:[ /-]+{_WORD}){{0,3}})?)\s*$"
 )
 _NOT_UNITS = re.compile(r"\b(?:sqrt|pi|sin|cos|tan|log|ln|exp|mod|and|or|to|times|plus|minus|over|base)\b")
 
 
-def _split_unit(text: str) -> tuple[str, Fraction]:
-    """The arithmetic, and the scale of what is written after it: 5\\text{ million dollars} -> 5, 10**6."""
+_UNIT_NAMES = """
+mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre
+in inch inches, ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, lb pound, oz ounce
+ml mL milliliter millilitre, l L liter litre, s sec second, min minute, h hr hour, day, week, month, year
+degree circ, radian rad, dollar, cent, am, pm, mph, kw kW, hz Hz
+"""
+_UNITS = {
+    name: line.split()[0] for line in re.split("[,\n]", _UNIT_NAMES) for name in line.split()
+}  # every name of a unit -> its first
+_POWERS = {"square": "^2", "squared": "^2", "sq": "^2", "cubic": "^3", "cubed": "^3"}
+_UNIT_PART = re.compile(r"[A-Za-z]+|/|\^\{?(-?\d)\}?")
+
+
+def _split_unit(text: str) -> tuple[str, Fraction, str]:
+    """The arithmetic, the scale behind it, and the unit: 5\\text{ million dollars} -> 5, 10**6, dollar."""
     match = _UNIT.search(text)
     if match is None or _NOT_UNITS.search(match["unit"]):
-        return text, Fraction(1)
-    words = re.findall(r"[a-z]+", re.sub(r"\\[a-z]+", "", match["unit"].lower()))
-    named = [SCALES[word] for word in words[:1] if word in SCALES]
-    scale = SCALES["%"] if match["percent"] else named[0] if named else Fraction(1)
-    return text[: match.start()].strip(), scale
+        return text, Fraction(1), ""
+    parts = list(_UNIT_PART.finditer(re.sub(r"\\(?:text|mathrm|textbf|mbox)", "", match["unit"])))
+    scale = SCALES["%"] if match["percent"] else Fraction(1)
+    if parts and parts[0][0].lower() in SCALES:
+        scale = SCALES[parts.pop(0)[0].lower()]
+    return text[: match.start()].strip(), scale, _unit_name(parts)
+
+
+def _unit_name(parts: list[re.Match[str]]) -> str:
+    """ "square centimetres" and "cm^2" are "cm^2", "km per hour" is "km/h"; "" if there is a word of another kind."""
+    names, power = "", ""
+    for part in parts:
+        word = part[0]
+        if word in _POWERS:
+            power = _POWERS[word]
+        elif part[1]:
+            names += f"^{part[1]}"
+        elif word in ("/", "per"):
+            names += "/"
+        else:
+            name = _UNITS.get(word) or _UNITS.get(word.lower().removesuffix("s"))
+            if name is None:
+                return ""
+            names, power = names + name + power, ""
+    return names + power
 
 
 class _NotANumber(Exception):
@@ -142,6 +189,7 @@ class _TooLarge(Exception):
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
+    r"(?:(?<=[\d.])\\overline\{(?P<period>\d+)\})?"
     r"|(?P<operator>\\frac|\\times|\\cdot|\\div|[-+*/^!(){}]))"
 )
 
@@ -237,7 +285,7 @@ class _Arithmetic:
         if "," in match["number"] and self.brackets:  # (1,234) is a pair
             raise _NotANumber
         self.at = match.end()
-        value = _decimal(match["number"].replace(",", ""))
+        value = _decimal(match["number"].replace(",", ""), match["period"])
         if match["number"].isdigit() and self.text.startswith("\\frac", self.at):  # 1\frac{1}{2}
             value += self.atom()
         return value
@@ -252,11 +300,18 @@ class _Arithmetic:
         return Fraction(int(digit[1]))
 
 
-def _decimal(text: str) -> Fraction:
+def _decimal(text: str, period: str | None) -> Fraction:
+    """period: the digits that repeat for ever behind the others, 6 in 0.1\\overline{6}."""
     mantissa, _, exponent = text.lower().partition("e")
     if len(exponent) > 6:
         raise _TooLarge
-    return Fraction(mantissa.rstrip(".")) * _power(Fraction(10), Fraction(int(exponent or 0)))
+    value = Fraction(mantissa.rstrip("."))
+    if period:
+        if "." not in mantissa or exponent:
+            raise _NotANumber
+        places = len(mantissa.partition(".")[2])
+        value += Fraction(int(period), (10 ** len(period) - 1) * 10**places)
+    return value * _power(Fraction(10), Fraction(int(exponent or 0)))
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:

@@ -1,4 +1,4 @@
-"""The reward `math`: find the final answer of a solution and compare it with the gold answer, exactly.
+"""The rewards `math` and `gsm8k`: find the final answer of a solution and compare it with the gold answer, exactly.
 
 Numbers are compared as rationals (exact_value.py), lists, sets, tuples and intervals item by item, and what
 is left symbolically by math-verify (symbolic.py). There is no tolerance: 0.333333 is not 1/3.
@@ -11,10 +11,12 @@ from typing import Any
 
 from covey.rewards import symbolic
 from covey.rewards.exact_value import MAX_CHARACTERS, plain, read_number
-from covey.rewards.reward import RewardError
-from covey.rewards.text_match import given_answer
+from covey.rewards.find import RewardError
+from covey.rewards.settings import settings
+from covey.rewards.text_match import after_thinking, given_answer, given_answers
 
 
+@settings()
 def math(completion: str, answer: Any) -> dict[str, Any] | None:
     """1.0 if the final answer of the completion equals the answer, else 0.0; no opinion if answer is None.
 
@@ -27,13 +29,31 @@ def math(completion: str, answer: Any) -> dict[str, Any] | None:
     """
     if answer is None:
         return None
-    golds = list(answer) if isinstance(answer, (list, tuple)) else [answer]
-    if not golds:
-        raise RewardError("the answer is an empty list: a mistake in the data")
-    return {
-        "score": max(score(gold, completion) for gold in golds),
-        "read": final_answer(completion) or "",
-    }
+    right = max(score(gold, completion) for gold in given_answers(answer))
+    return {"score": right, "read": final_answer(completion) or ""}
+
+
+@settings()
+def gsm8k(completion: str, answer: Any, *, marked: bool = True) -> dict[str, Any] | None:
+    """1.0 if the number in the last \\boxed{}, or else behind the last "####", equals the answer, else 0.0.
+
+    No opinion if answer is None. answer: a number, or a solution of the data set, which ends in "#### 72".
+    Setting: marked, whether a number counts only in a box or behind "####"; if not, it is looked for as by `math`.
+    Raises RewardError if the answer is not a number.
+
+    >>> gsm8k("48 + 24 = 72\\n#### 72", answer="... clips.\\n#### 72")
+    {'score': 1.0, 'read': '72'}
+    >>> gsm8k("The answer is 72.", answer=72), gsm8k("The answer is 72.", answer=72, marked=False)
+    ({'score': 0.0, 'read': ''}, {'score': 1.0, 'read': '72'})
+    """
+    if answer is None:
+        return None
+    gold = read_number(_gold(given_answer(answer)))
+    if gold is None:
+        raise RewardError(f"gsm8k: the answer {str(answer)[-80:]!r} is not a number")
+    found = final_answer(completion, marked=marked) or ""
+    number = read_number(_tidy(found))
+    return {"score": float(number is not None and gold.equals(number)), "read": found}
 
 
 def score(gold: Any, text: str) -> float:
@@ -77,38 +97,48 @@ _NUMBER = re.compile(
     r"(?<![A-Za-z0-9_.\\{^])(?:\\pm\s*)?(?:[-+](?=[\d.$€£]))?[$€£]?-?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+(?:\.\d+)?|:\d\d)?"
     r"(?:\s*(?:\\times|\*|x)\s*10\^\{?[-+]?\d+\}?)?(?:\s*\\?%)?"
-    r"(?!\d|[.,]\d|/\d|\s*[\\^{]|(?:st|nd|rd|th)\b)"
+    r"(?!\d|[.,]\d|/\d|\s*(?:[\\{]|\^(?!\{?\\circ))|(?:st|nd|rd|th)\b)(?:\^\{?\\circ\}?)?"
 )
 
 
-def final_answer(text: str) -> str | None:
-    """What a solution gives as its final answer, or None. The first of these that is there:
+def final_answer(text: str, marked: bool = False) -> str | None:
+    """What a solution gives as its final answer, or None. Of what stands behind the last </think>, if there is one,
+    the first of these that is there:
 
     1. the last \\boxed{}; one that is empty or never closed is no answer;
     2. what follows the last "####" or "answer is" or "Answer:";
     3. the whole text if it is a formula or a number;
     4. the last formula in $ $, \\( \\) or \\[ \\], or the last number, whichever comes later.
+
+    marked: only a box, or what follows "####".
     """
-    text = plain(text)
-    boxes = list(_BOX.finditer(text))
-    if boxes:
-        return _box(text, boxes[-1].end())
-    marks = [*_HASHES.finditer(text), *_PHRASE.finditer(text)]
+    text = plain(after_thinking(text))
+    box = last_box(text)
+    if box is not None:
+        return box or None
+    marks = [*_HASHES.finditer(text), *(() if marked else _PHRASE.finditer(text))]
     if marks:
         rest = text[max(mark.end() for mark in marks) :]
-        return _leading(rest) or _last(rest) or _last(text)
+        return _leading(rest) if marked else _leading(rest) or _last(rest) or _last(text)
+    if marked:
+        return None
     return text.strip() if _is_answer(text) else _last(text)
 
 
-def _box(text: str, at: int) -> str | None:
+def last_box(text: str) -> str | None:
+    """What is in the last \\boxed{}: "" if that is nothing or if it was never closed; None if there is no box."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    at = boxes[-1].end()
     if not text.startswith("{", at):
-        return re.compile(r"\S*").match(text, at)[0].rstrip(".,;$") or None  # type: ignore[index]
+        return re.compile(r"\S*").match(text, at)[0].rstrip(".,;$")  # type: ignore[index]
     depth = 0
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, at):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[at + 1 : brace.start()].strip() or None
-    return None
+            return text[at + 1 : brace.start()].strip()
+    return ""
 
 
 def _is_answer(text: str) -> bool:
@@ -168,6 +198,7 @@ _NAME = re.compile(
 )
 _EQUALS = re.compile(r"(?<![<>!])=(?!=)|\\approx(?![a-z])|\\in(?![a-z])")
 _AND = re.compile(r"\\text\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b")
+_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")  # 10 000
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
 
 
@@ -175,19 +206,24 @@ def _tidy(text: str) -> str:
     """One spelling for what LaTeX can spell in several ways; the left side of "x = 5" is left out."""
     text = text.replace("{,}", ",").replace("\\%", "%").replace("~", " ")
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = re.sub(r"\\frac\s*(\\pi|\w)\s*(\\pi|\w)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"(?<=\d)\s*x\s*(?=10\^)", r"\\times ", text)
     text = re.sub(r"(?<=\d)\\[,!;: ](?=\d{3}(?!\d))", "", text)  # 1\,234
     text = _DROPPED.sub(" ", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![\\A-Za-z])pi\b", r"\\pi", text)
     text = " ".join(text.split()).rstrip(".,;: ").strip("*_ ").strip()
-    return _right_side(text.replace("\\varnothing", "\\emptyset"))
+    if _SPACED.fullmatch(text):
+        text = text.replace(" ", "")
+    return _named(text.replace("\\varnothing", "\\emptyset"))[1]
 
 
-def _right_side(text: str) -> str:
-    """What "x = 3 + 4 = 7" ends in. An equation in unknowns, as x^2 + y = 1, is an answer of its own."""
+def _named(text: str) -> tuple[str, str]:
+    """The name x and the value 7 of "x = 3 + 4 = 7"; without a name "". An equation in unknowns, as x^2 + y = 1, is a
+    value of its own."""
     *left, right = (part.strip() for part in _EQUALS.split(text))
     known = all(_NAME.fullmatch(part) or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", part) for part in left)
-    return right if known else text
+    return (left[0] if left else "", right) if known else ("", text)
 
 
 def _same(gold: str, found: str) -> bool:
@@ -203,6 +239,8 @@ def _same(gold: str, found: str) -> bool:
         return gold_items[0] == items[0] and _same_items(gold_items[0] == "set", gold_items[1], items[1])
     if (gold_items and number) or (items and gold_number):
         return False
+    if any(side and side[0].startswith(":") for side in (gold_items, items)):
+        return False  # a time or ratio, and what is neither
     return _same_symbolically(gold, found)
 
 
@@ -217,7 +255,7 @@ def _key(text: str) -> str:
 def _items(text: str) -> tuple[str, Sequence[str]] | None:
     """Kind and items of a set, list, tuple, interval, time or ratio, or of a \\pm b.
 
-    The kind is "set" where order does not matter, else the brackets or ":".
+    The kind is "set" where order does not matter, the names of "x = 1, y = 2", else the brackets or ":".
     """
     if "\\begin" in text:
         return None
@@ -231,10 +269,14 @@ def _items(text: str) -> tuple[str, Sequence[str]] | None:
     if len(text) > 2 and text[0] in "([⟨{" and _closing(text) == len(text) - 1:
         items = _split(text[1:-1])
         if len(items) > 1 or text[0] == "⟨":
-            return "set" if text[0] in "⟨{" else text[0] + text[-1], items
+            kind = "set" if text[0] in "⟨{" else text[0] + text[-1]
+            return kind, [_named(item)[1] for item in items]
         return None
     items = _split(_AND.sub(",", _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)))
-    return ("set", items) if len(items) > 1 else None
+    named = sorted(map(_named, items))  # "x = 1 or x = 2" are two values of one name, and a set
+    names = [name for name, _ in named]
+    kind = ", ".join(names) if len(set(names)) > 1 else "set"
+    return (kind, [value for _, value in named]) if len(items) > 1 else None
 
 
 def _closing(text: str) -> int:
@@ -256,7 +298,7 @@ def _split(text: str) -> list[str]:
             parts.append(text[start:i])
             start = i + 1
     parts = [part.strip().replace("⟨", "\\{").replace("⟩", "\\}") for part in [*parts, text[start:]]]
-    return [_tidy(part) for part in parts if part]
+    return [part for part in parts if part]
 
 
 def _same_items(as_set: bool, gold: Sequence[str], found: Sequence[str]) -> bool:

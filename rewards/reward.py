@@ -2,6 +2,7 @@
 
     def exact(completion: str, answer: str) -> float | None        # one completion at a time
     def shorter(completions: list[str], **kwargs) -> list[float]   # all of a step at once (TRL's convention)
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None)  # one at a time (verl's)
 
 Besides the completion a reward gets, if it asks for it by name, what the engine knows (`ENGINE_NAMES`), any
 column of the data, and the settings in its `args:`. It may be a function, an async function, a partial or an
@@ -10,53 +11,93 @@ object with `__call__`. A parameter with a default is optional. docs/rewards.md 
 
 import difflib
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
-import os
-import sys
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-Style = Literal["completion", "completions"]
+from covey.rewards.find import RewardError as RewardError
+from covey.rewards.find import did_you_mean, file_stamp, find, short_path
+
+Style = Literal["completion", "completions", "solution_str"]  # the parameter that it is recognised by
+Form = Literal["text", "messages"]
+Lane = Literal["inline", "process", "thread", "loop"]
+Policy = Literal["stop", "none"] | float
 
 BUILTINS = {
+    "choice": "covey.rewards.choice:choice",
+    "code": "covey.rewards.code_tests:code",
     "exact": "covey.rewards.text_match:exact",
     "first_number": "covey.rewards.text_match:first_number",
     "format": "covey.rewards.text_match:format",
+    "gsm8k": "covey.rewards.math_answer:gsm8k",
+    "json_schema": "covey.rewards.json_schema:json_schema",
+    "judge": "covey.rewards.judge:judge",
+    "language": "covey.rewards.language:language",
     "length": "covey.rewards.length:length",
     "math": "covey.rewards.math_answer:math",
+    "model": "covey.rewards.reward_model:model",
+    "reasoning_gym": "covey.rewards.procedural:reasoning_gym",
+    "regex": "covey.rewards.text_match:regex",
+    "repetition": "covey.rewards.repetition:repetition",
 }
+
+# Built-ins that are pure and bounded in time: they run in place, without a process or a time limit of the runner.
+# One with a user's regular expression is not bounded, so it runs like a user's function.
+IN_PLACE = frozenset(
+    {
+        "choice",
+        "exact",
+        "first_number",
+        "format",
+        "gsm8k",
+        "language",
+        "length",
+        "math",
+        "reasoning_gym",
+        "repetition",
+    }
+)
+UNBOUNDED_ARGS = frozenset({"pattern"})
+
+CALL_SECONDS = 120.0  # default limit of a call for one completion; a call for a whole step has none
 
 # What the engine supplies; these names win over columns of the same name.
 ENGINE_NAMES: Mapping[Style, tuple[str, ...]] = {
     "completion": ("completion", "prompt", "messages", "completion_ids", "finish"),
     "completions": ("completions", "prompts", "messages", "completion_ids", "finish"),
+    "solution_str": ("solution_str", "data_source", "ground_truth", "extra_info"),
 }
-
-
-class RewardError(ValueError):
-    """A reward that cannot be loaded or called, or that returned what is not a score."""
+GROUND_TRUTH = ("ground_truth", "reward_model", "answer")  # columns that verl's ground_truth is taken from
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """A reward as it is asked for.
+    """A reward as it is asked for; the keys of an entry of the configuration's `rewards`.
 
     use: a built-in name, "module:function", "path/to/file.py:function", or the callable itself.
     weight: factor of its scores in the total; 0 logs the scores and leaves the total alone.
     name: how it is called in metrics; default: the function's name.
     args: keyword arguments for the function.
+    form: prompts and completions as text or as lists of messages; default: as its annotation says, else text.
+    run: where it is called: a process of the pool, a thread, or inline, one call after another; see `_lane`.
+    timeout: seconds that one call may take; default: CALL_SECONDS for one completion, none for a whole step.
+    on_timeout, on_error: what a call that took too long, or raised, is worth: stop ends the run, none is no
+        opinion, a number is that score.
     """
 
     use: str | Callable[..., Any]
     weight: float = 1.0
     name: str | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
+    form: Form | None = None
+    run: Literal["auto", "process", "thread", "inline"] = "auto"
+    timeout: float | None = None
+    on_timeout: Policy = "stop"
+    on_error: Policy = "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,63 +107,128 @@ class Reward:
     required: parameters that only a column can fill. optional: parameters that a column may fill.
     all_columns: the function has **kwargs and gets every column.
     where: "rewards.py:12 exact()", for messages. file: the path of its source, "" if unknown.
+    lane: where it is called; loop is the event loop of async functions. timeout: seconds, None for no limit.
+    stamp: when the file that `use` names was last changed, 0 if it names none.
+    note: what the user should know before the run starts, "" for nothing.
     """
 
     name: str
     weight: float
+    use: str | None
     function: Callable[..., Any]
     style: Style
-    is_async: bool
+    form: Form
     engine: tuple[str, ...]
     required: tuple[str, ...]
     optional: tuple[str, ...]
     all_columns: bool
     args: Mapping[str, Any]
+    lane: Lane
+    timeout: float | None
+    on_timeout: Policy
+    on_error: Policy
     where: str
     file: str
     builtin: bool
+    stamp: int
+    note: str
+
+    @property
+    def batch(self) -> bool:
+        return self.style == "completions"
 
 
 def load_reward(spec: RewardSpec) -> Reward:
-    """Find the function, read its signature and check `weight` and `args`. Raises RewardError."""
-    function = _find(spec.use) if isinstance(spec.use, str) else spec.use
+    """Find the function, read its signature and check what the spec says about it. Raises RewardError."""
+    function = find_function(spec.use) if isinstance(spec.use, str) else spec.use
     builtin = isinstance(spec.use, str) and spec.use in BUILTINS
     label, file, line = _locate(function)
-    where = (
-        f"{label}() (built in)" if builtin else f"{_short(file)}:{line} {label}()" if file else f"{label}()"
-    )
-    if not math.isfinite(spec.weight):
-        raise RewardError(f"{where}: weight is {spec.weight}; it must be a finite number.")
+    place = "(built in)" if builtin else ""
+    where = f"{short_path(file)}:{line} {label}()" if file and not builtin else f"{label}() {place}".rstrip()
     parameters = _parameters(function, where)
     named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    all_columns = len(named) < len(parameters)
     style = _style(named, where)
+    all_columns = len(named) < len(parameters)
     engine = tuple(name for name in named if name in ENGINE_NAMES[style])
     settable = [name for name in named if name not in engine]
+    _check_numbers(spec, where)
     _check_args(spec.args, settable, ENGINE_NAMES[style], all_columns, where)
     # What a partial binds by keyword was chosen on purpose: a column of that name must not replace it.
     bound = function.keywords if isinstance(function, functools.partial) else {}
-    free = [p for p in parameters if p.name in settable and p.name not in spec.args and p.name not in bound]
+    # Keyword-only parameters of a built-in are settings (settings.py): a column of that name must not set them.
+    own = {p.name for p in parameters if builtin and p.kind is p.KEYWORD_ONLY}
+    free = [p for p in parameters if p.name in settable and p.name not in {*spec.args, *bound, *own}]
+    lane = _lane(spec, function, style, builtin, where)
+    start = getattr(function, "start", None) if builtin else None
     return Reward(
         name=spec.name or label,
         weight=float(spec.weight),
+        use=spec.use if isinstance(spec.use, str) else None,
         function=function,
         style=style,
-        is_async=_is_async(function),
+        form=spec.form or _form(parameters, style),
         engine=engine,
         required=tuple(p.name for p in free if p.default is p.empty),
-        optional=tuple(p.name for p in free if p.default is not p.empty),
-        all_columns=all_columns,
+        # The keyword-only parameters of a built-in are settings: a column of that name must not replace them.
+        optional=tuple(
+            p.name for p in free if p.default is not p.empty and not (builtin and p.kind is p.KEYWORD_ONLY)
+        ),
+        all_columns=all_columns and style != "solution_str",  # verl's **kwargs are settings
         args=dict(spec.args),
+        lane=lane,
+        timeout=spec.timeout or (None if lane == "inline" or style == "completions" else CALL_SECONDS),
+        on_timeout=spec.on_timeout,
+        on_error=spec.on_error,
         where=where,
         file=file,
         builtin=builtin,
+        stamp=file_stamp(spec.use) if isinstance(spec.use, str) else 0,
+        note=start(**spec.args) if start else "",
     )
+
+
+def find_function(use: str) -> Callable[..., Any]:
+    """What a name, "module:function" or "file.py:function" stands for. Raises RewardError."""
+    return find(use, BUILTINS)
+
+
+def _lane(spec: RewardSpec, function: Callable[..., Any], style: Style, builtin: bool, where: str) -> Lane:
+    """Async functions share an event loop. The others: pure and bounded built-ins run inline, a function for a
+    whole step in a thread, one for a single completion in a process that can be ended."""
+    if _is_async(function):
+        if spec.run != "auto":
+            raise RewardError(
+                f"{where} is async and runs in the event loop, so run: {spec.run} means nothing. Remove it."
+            )
+        return "loop"
+    if spec.run != "auto":
+        lane = spec.run
+    elif builtin and spec.use in IN_PLACE and not UNBOUNDED_ARGS & set(spec.args):
+        lane = "inline"
+    else:
+        lane = "thread" if style == "completions" else "process"
+    if lane == "inline" and spec.timeout is not None:
+        raise RewardError(
+            f"{where} runs inline, where nothing can interrupt it. Leave out timeout, or set run: process."
+        )
+    return lane
+
+
+def _form(parameters: Iterable[inspect.Parameter], style: Style) -> Form:
+    """messages if the annotation of the completion says so, as list[list[dict[str, str]]] does."""
+    annotation = next(p.annotation for p in parameters if p.name == style)
+    text = annotation if isinstance(annotation, str) else repr(annotation)
+    return "messages" if re.search(r"\b(dict|Dict|Mapping|\w*Message)\b", text) else "text"
 
 
 def check_columns(reward: Reward, columns: Iterable[str]) -> None:
     """Raise RewardError if the reward needs a column that the data does not have. Cheap: call it early."""
     columns = list(columns)
+    if "ground_truth" in reward.engine and not set(GROUND_TRUTH) & set(columns):
+        raise RewardError(
+            f"{reward.where} needs ground_truth, and there is no column {' or '.join(GROUND_TRUTH)} "
+            f"({', '.join(columns) or 'there are none'}). Name the column that holds it in data.answer."
+        )
     for name in reward.required:
         if name not in columns:
             listed = ", ".join(columns) or "there are none"
@@ -146,15 +252,16 @@ def _column_advice(reward: Reward, missing: str, columns: list[str]) -> str:
 
 
 def _style(named: list[str], where: str) -> Style:
-    single, batch = "completion" in named, "completions" in named
-    if single and batch:
-        raise RewardError(f"{where} has both `completion` and `completions`; keep one of them.")
-    if not single and not batch:
+    styles: list[Style] = [style for style in ENGINE_NAMES if style in named]
+    if len(styles) > 1:
+        both = " and ".join(f"`{style}`" for style in styles)
+        raise RewardError(f"{where} has both {both}; keep one of them.")
+    if not styles:
         raise RewardError(
             f"{where} takes ({', '.join(named)}). A reward needs a parameter `completion` (one text) "
             "or `completions` (a list of texts)."
         )
-    return "completion" if single else "completions"
+    return styles[0]
 
 
 def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
@@ -172,6 +279,17 @@ def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parame
     return [p for p in parameters if p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
 
 
+def _check_numbers(spec: RewardSpec, where: str) -> None:
+    for key in ("weight", "on_timeout", "on_error"):
+        value = getattr(spec, key)
+        if not isinstance(value, str) and not math.isfinite(value):
+            raise RewardError(f"{where}: {key} is {value}; it must be a finite number.")
+        if isinstance(value, str) and value not in ("stop", "none"):
+            raise RewardError(f'{where}: {key} is "{value}"; it must be stop, none or a number.')
+    if spec.timeout is not None and not 0 < spec.timeout < math.inf:
+        raise RewardError(f"{where}: timeout is {spec.timeout}; it must be a number of seconds above 0.")
+
+
 def _check_args(
     args: Mapping[str, Any], settable: list[str], engine: tuple[str, ...], open_ended: bool, where: str
 ) -> None:
@@ -181,7 +299,7 @@ def _check_args(
         if key not in settable and not open_ended:
             can = f"It can set: {', '.join(settable)}." if settable else "It has nothing to set."
             raise RewardError(
-                f"{where} has no parameter `{key}` for args.{_did_you_mean(key, settable)} {can}"
+                f"{where} has no parameter `{key}` for args.{did_you_mean(key, settable)} {can}"
             )
 
 
@@ -203,111 +321,3 @@ def _locate(function: Any) -> tuple[str, str, int]:
     if code is None:
         return name, "", 0
     return name, code.co_filename, code.co_firstlineno
-
-
-def _short(file: str) -> str:
-    """The path as the user would type it: relative if it lies below the current folder."""
-    relative = os.path.relpath(file) if os.path.isabs(file) else file
-    return file if relative.startswith("..") else relative
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f' Did you mean "{close[0]}"?' if close else ""
-
-
-def _find(use: str) -> Callable[..., Any]:
-    target = BUILTINS.get(use, use)
-    place, colon, name = target.rpartition(":")
-    if not colon:
-        if target.endswith(".py"):
-            found = ", ".join(_functions(_load_file(target))) or "none"
-            raise RewardError(f"{target}: say which function, as in {target}:NAME. Functions in it: {found}.")
-        raise RewardError(
-            f'There is no built-in reward "{use}" ({", ".join(sorted(BUILTINS))}).'
-            f"{_did_you_mean(use, BUILTINS)} Your own is named like rewards.py:{use}."
-        )
-    module = _load_file(place) if place.endswith(".py") else _load_module(place, name)
-    if hasattr(module, name):
-        return getattr(module, name)
-    known = _functions(module)
-    listed = ", ".join(known) or "none"
-    raise RewardError(
-        f"{place} has no function {name}.{_did_you_mean(name, known)} Functions in it: {listed}."
-    )
-
-
-def _functions(module: types.ModuleType) -> list[str]:
-    """The public callables that a module defines itself."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if callable(value)
-        and not name.startswith("_")
-        and getattr(value, "__module__", "") == module.__name__
-    ]
-
-
-def _load_module(name: str, function: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise RewardError(f"Importing the reward module {name} failed: {error}.") from error
-        hint = f" Did you mean {name}.py:{function}?" if Path(f"{name}.py").exists() else ""
-        raise RewardError(f"There is no module {name} to take a reward from.{hint}") from error
-    except Exception as error:  # whatever the user's module does while it is imported
-        raise RewardError(f"Importing the reward module {name} failed: {_describe(error)}.") from error
-
-
-_loaded: dict[
-    tuple[Path, int], types.ModuleType
-] = {}  # by path and time of change: an edited file loads again
-
-
-def _load_file(place: str) -> types.ModuleType:
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        raise RewardError(
-            f"There is no reward file {place} (looked for {path}).{_did_you_mean(path.name, near)}"
-        )
-    key = (path, path.stat().st_mtime_ns)
-    if key not in _loaded:
-        _loaded[key] = _execute(path, place)
-    return _loaded[key]
-
-
-def _execute(path: Path, place: str) -> types.ModuleType:
-    name = f"covey_user_{path.stem}_{len(_loaded)}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # its neighbours can be imported; last, so that they hide nothing
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        del sys.modules[name]
-        file = _short(error.filename) if error.filename else place
-        raise RewardError(f"{file}:{error.lineno}: syntax error: {error.msg}.") from error
-    except Exception as error:  # whatever the user's file does while it is loaded
-        del sys.modules[name]
-        line = failing_line(error, str(path))
-        raise RewardError(f"{line or place} failed while it was loaded: {_describe(error)}.") from error
-    return module
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def failing_line(error: BaseException, file: str) -> str:
-    """ "rewards.py:14": the innermost line of `file` in the traceback, else the innermost line of all."""
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    own = [frame for frame in frames if frame[0] == file] or frames
-    return f"{_short(own[-1][0])}:{own[-1][1]}" if own else ""

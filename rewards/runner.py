@@ -1,48 +1,25 @@
 """Runs the rewards over the groups of a step. P prompts, G completions per prompt, N = P * G rows."""
 
-import asyncio
-import contextlib
-import functools
+import logging
 import math
 import os
 import random
-import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from covey.rewards.reward import Reward, RewardError, failing_line
+from covey.rewards.calls import CompletionLike, GroupLike, PromptLike, Row, make_rows
+from covey.rewards.lanes import Caller, Outcome
+from covey.rewards.reward import Reward, RewardError
 
-T = TypeVar("T")
-Scores = list[tuple[float, dict[str, Any]]]  # [N] score (NaN: no opinion) and notes
-
-
-class PromptLike(Protocol):
-    @property
-    def text(self) -> str: ...
-    @property
-    def messages(self) -> Sequence[Mapping[str, Any]] | None: ...
-    @property
-    def columns(self) -> Mapping[str, Any]: ...
-
-
-class CompletionLike(Protocol):
-    @property
-    def ids(self) -> Sequence[int]: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def finish(self) -> str: ...
-
-
-class GroupLike(Protocol):
-    @property
-    def prompt(self) -> PromptLike: ...
-    @property
-    def completions(self) -> Sequence[CompletionLike]: ...
+__all__ = ["CompletionLike", "GroupLike", "Pending", "PromptLike", "ScoreTable", "Scorer"]
+logger = logging.getLogger(__name__)
+_Scored = tuple[float, dict[str, Any], float]  # score (NaN: no opinion), notes, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +29,16 @@ class ScoreTable:
     total: float64 [P, G], the weighted sum over the functions that gave a number; NaN where none did.
     per_function: name -> float64 [P, G], unweighted; NaN is no opinion.
     notes: [P][G] dicts, keys "function.note".
+    failures: calls that raised or took too long, by "function/errors" and "function/timeouts"; only of functions
+        whose on_error or on_timeout lets the run go on.
+    seconds: name -> float64 [P, G], of the call that scored the completion.
     """
 
     total: np.ndarray
     per_function: dict[str, np.ndarray]
     notes: list[list[dict[str, Any]]]
+    failures: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, np.ndarray] = field(default_factory=dict)
 
     def means(self) -> dict[str, float]:
         """Mean of each function over the completions that it had an opinion on; NaN if it had none."""
@@ -65,15 +47,15 @@ class ScoreTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    index: int
-    place: str  # "row 3 (prompt 0, completion 3)"
-    prompt: PromptLike
-    completion: CompletionLike
+class Pending:
+    """A group that is being scored. calls: of each function, in the order of the rewards; none of batch ones."""
+
+    rows: list[Row]
+    calls: "list[list[Future[Outcome]]]"
 
 
 class Scorer:
-    """Scores groups with several rewards. Async ones share an event loop, the others a pool of threads."""
+    """Scores groups with several rewards: `scorer(groups)`, or `submit` as groups finish and `gather` at the end."""
 
     def __init__(self, rewards: Sequence[Reward]):
         self.rewards = tuple(rewards)
@@ -81,31 +63,95 @@ class Scorer:
         for name in names:
             if names.count(name) > 1:
                 raise RewardError(f'Two rewards are called "{name}"; give one of them another `name`.')
+        self._callers = [Caller(reward) for reward in self.rewards]
+        self._submitted = 0  # groups since the last gather
+        self._put_back: Callable[[], None] = _nothing
+        self._seen: Counter[str] = Counter()  # failures of the run, by the keys of ScoreTable.failures
 
     def __call__(self, groups: Sequence[GroupLike]) -> ScoreTable:
         """Scores of P groups of G completions each. Raises RewardError, see docs/rewards.md."""
-        P, G = len(groups), len(groups[0].completions) if groups else 0
-        if any(len(group.completions) != G for group in groups):
-            sizes = sorted({len(group.completions) for group in groups})
-            raise RewardError(f"The groups have different numbers of completions: {sizes}.")
-        rows = [
-            _Row(p * G + g, f"row {p * G + g} (prompt {p}, completion {g})", group.prompt, completion)
-            for p, group in enumerate(groups)
-            for g, completion in enumerate(group.completions)
-        ]
-        with _rng_untouched():
-            results = self._run(rows) if rows else [[] for _ in self.rewards]
-        per_function = {
-            reward.name: np.array([score for score, _ in result], dtype=np.float64).reshape(P, G)
-            for reward, result in zip(self.rewards, results, strict=True)
-        }
+        return self.gather([self.submit(group, p) for p, group in enumerate(groups)])
+
+    def submit(self, group: GroupLike, p: int | None = None) -> Pending:
+        """Begin to score a group, while others may still be sampled. Returns at once.
+
+        p: the group's place in the step, for messages; default: how many were submitted since the last `gather`.
+        Functions for a whole step are called in `gather`.
+        """
+        if not self._submitted:
+            self._put_back = _remember_process_state()
+        rows = make_rows(group, self._submitted if p is None else p)
+        self._submitted += 1
+        return Pending(rows, [[] if c.reward.batch else c.start(rows) for c in self._callers])
+
+    def gather(self, pending: Sequence[Pending]) -> ScoreTable:
+        """The scores of submitted groups, in the order given; waits for them. Raises RewardError.
+
+        What the rewards have done to the global random generators and the working directory since the first
+        `submit` is undone.
+        """
+        P, G = len(pending), len(pending[0].rows) if pending else 0
+        rows = [row for group in pending for row in group.rows]
+        calls = [[call for group in pending for call in group.calls[i]] for i in range(len(self.rewards))]
+        try:
+            if any(len(group.rows) != G for group in pending):
+                sizes = sorted({len(group.rows) for group in pending})
+                raise RewardError(f"The groups have different numbers of completions: {sizes}.")
+            for i, caller in enumerate(self._callers):
+                if caller.reward.batch and rows:
+                    calls[i] = caller.start(rows)
+            failures = Counter(_failure_keys(self.rewards))
+            scored = [self._collect(i, futures, len(rows), failures) for i, futures in enumerate(calls)]
+        finally:
+            for future in (future for futures in calls for future in futures):
+                future.cancel()  # no effect on the finished ones
+            self._put_back()
+            self._submitted, self._put_back = 0, _nothing
+        return self._table(scored, (P, G), dict(failures))
+
+    def _collect(
+        self, i: int, futures: "list[Future[Outcome]]", rows: int, failures: Counter[str]
+    ) -> list[_Scored]:
+        """[N] of the i-th reward, in order, so that the first bad row is the one that is reported."""
+        reward, scored = self.rewards[i], []
+        for future in futures:
+            outcome = future.result()
+            scores = outcome.scores
+            if outcome.status != "ok":
+                score = self._instead(reward, outcome, failures)
+                scores = [(score, {})] * (rows if reward.batch else 1)
+            scored += [(score, notes, outcome.seconds) for score, notes in scores]
+        return scored
+
+    def _instead(self, reward: Reward, outcome: Outcome, failures: Counter[str]) -> float:
+        """The score for a call that did not give one, as the reward's policy says."""
+        policy = reward.on_timeout if outcome.status == "timeout" else reward.on_error
+        if outcome.status == "wrong" or policy == "stop":
+            raise RewardError(outcome.message) from outcome.cause
+        key = f"{reward.name}/{'timeouts' if outcome.status == 'timeout' else 'errors'}"
+        failures[key] += 1
+        self._seen[key] += 1
+        if self._seen[key] == 1:
+            logger.warning("%s The run goes on; %s counts these.\n%s", outcome.message, key, outcome.trace)
+        elif math.log10(self._seen[key]).is_integer():
+            logger.warning("%s: %d by now.", key, self._seen[key])
+        return math.nan if policy == "none" else float(policy)
+
+    def _table(
+        self, scored: Sequence[Sequence[_Scored]], shape: tuple[int, int], failures: dict[str, int]
+    ) -> ScoreTable:
+        P, G = shape
+        per_function: dict[str, np.ndarray] = {}
+        seconds: dict[str, np.ndarray] = {}
         notes: list[list[dict[str, Any]]] = [[{} for _ in range(G)] for _ in range(P)]
-        for reward, result in zip(self.rewards, results, strict=True):
-            for row, (_, more) in zip(rows, result, strict=True):
-                notes[row.index // G][row.index % G].update(
-                    {f"{reward.name}.{k}": v for k, v in more.items()}
-                )
-        return ScoreTable(self._total(per_function, (P, G)), per_function, notes)
+        for reward, results in zip(self.rewards, scored, strict=True):
+            per_function[reward.name] = np.array([score for score, _, _ in results], np.float64).reshape(
+                shape
+            )
+            seconds[reward.name] = np.array([time for _, _, time in results], np.float64).reshape(shape)
+            for n, (_, more, _) in enumerate(results):
+                notes[n // G][n % G].update({f"{reward.name}.{key}": note for key, note in more.items()})
+        return ScoreTable(self._total(per_function, shape), per_function, notes, failures, seconds)
 
     def _total(self, per_function: dict[str, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
         total, opinions = np.zeros(shape), np.zeros(shape, dtype=bool)
@@ -117,176 +163,31 @@ class Scorer:
                 opinions |= known
         return np.where(opinions, total, np.nan)
 
-    def _run(self, rows: list[_Row]) -> list[Scores]:
-        """[reward][N]. Async rewards start first and wait for their servers while the others compute."""
-        waiting = {i: _in_loop(_score_async(r, rows)) for i, r in enumerate(self.rewards) if r.is_async}
-        try:
-            return [
-                waiting[i].result() if reward.is_async else _score_sync(reward, rows)
-                for i, reward in enumerate(self.rewards)
-            ]
-        finally:
-            for future in waiting.values():
-                future.cancel()  # no effect on the finished ones
+
+def _failure_keys(rewards: Sequence[Reward]) -> dict[str, int]:
+    """Zero for all that may be counted, so that a metric is there from the first step."""
+    errors = {f"{reward.name}/errors": 0 for reward in rewards if reward.on_error != "stop"}
+    return errors | {f"{reward.name}/timeouts": 0 for reward in rewards if reward.on_timeout != "stop"}
 
 
-def _score_sync(reward: Reward, rows: list[_Row]) -> Scores:
-    if reward.style == "completions":
-        arguments = _batch_arguments(reward, rows)
-        with _blame(reward, rows[0]):
-            returned = reward.function(**arguments)
-        return _batch_scores(reward, rows, returned)
-
-    def one(row: _Row) -> tuple[float, dict[str, Any]]:
-        arguments = _row_arguments(reward, row)
-        with _blame(reward, row):
-            returned = reward.function(**arguments)
-        return _score(reward, row.place, returned)
-
-    pool = ThreadPoolExecutor(max_workers=min(32, len(rows), 4 * (os.cpu_count() or 1)))
-    try:
-        return list(pool.map(one, rows))  # in order, so the first bad row is the one that is reported
-    finally:
-        pool.shutdown(cancel_futures=True)
+def _nothing() -> None: ...
 
 
-async def _score_async(reward: Reward, rows: list[_Row]) -> Scores:
-    if reward.style == "completions":
-        arguments = _batch_arguments(reward, rows)
-        with _blame(reward, rows[0]):
-            returned = await reward.function(**arguments)
-        return _batch_scores(reward, rows, returned)
+def _remember_process_state() -> Callable[[], None]:
+    """What puts back the global random generators and the working directory: a reward that draws random numbers,
+    seeds or changes the folder must not change what the run does next."""
+    python, numpy, folder = random.getstate(), np.random.get_state(), os.getcwd()
+    torch = sys.modules.get("torch")  # a reward can only have drawn from what has been imported
+    cpu = torch.get_rng_state() if torch else None
+    gpus = torch.cuda.get_rng_state_all() if torch and torch.cuda.is_initialized() else None
 
-    async def one(row: _Row) -> tuple[float, dict[str, Any]]:
-        arguments = _row_arguments(reward, row)
-        with _blame(reward, row):
-            returned = await reward.function(**arguments)
-        return _score(reward, row.place, returned)
-
-    return list(await asyncio.gather(*(one(row) for row in rows)))
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop in a thread of its own. It outlives a step, because clients of servers are tied to their loop,
-    and it works where the caller already runs in a loop, as in a notebook."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="covey-rewards", daemon=True).start()
-    return loop
-
-
-def _in_loop(coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
-
-
-def _row_arguments(reward: Reward, row: _Row) -> dict[str, Any]:
-    engine = {
-        "completion": row.completion.text,
-        "prompt": row.prompt.text,
-        "messages": row.prompt.messages,
-        "completion_ids": list(row.completion.ids),
-        "finish": row.completion.finish,
-    }
-    return _columns(reward, row) | dict(reward.args) | {name: engine[name] for name in reward.engine}
-
-
-def _batch_arguments(reward: Reward, rows: list[_Row]) -> dict[str, Any]:
-    engine = {
-        "completions": [row.completion.text for row in rows],
-        "prompts": [row.prompt.text for row in rows],
-        "messages": [row.prompt.messages for row in rows],
-        "completion_ids": [list(row.completion.ids) for row in rows],
-        "finish": [row.completion.finish for row in rows],
-    }
-    given = engine if reward.all_columns else {name: engine[name] for name in reward.engine}
-    cells = [_columns(reward, row) for row in rows]
-    # A column that some rows lack cannot be a list of N values: None stands for the missing ones.
-    columns = {
-        name: [cell.get(name) for cell in cells] for name in dict.fromkeys(k for c in cells for k in c)
-    }
-    return columns | dict(reward.args) | given
-
-
-def _columns(reward: Reward, row: _Row) -> dict[str, Any]:
-    """The cells of a row that the reward asks for; what `args` sets is left to `args`."""
-    columns = row.prompt.columns
-    for name in reward.required:
-        if name not in columns:
-            listed = ", ".join(columns) or "there are none"
-            raise RewardError(f'{reward.where} needs "{name}"; {row.place} has only the columns {listed}.')
-    if reward.all_columns:
-        return {name: value for name, value in columns.items() if name not in reward.engine}
-    return {name: columns[name] for name in (*reward.required, *reward.optional) if name in columns}
-
-
-def _batch_scores(reward: Reward, rows: list[_Row], returned: Any) -> Scores:
-    if hasattr(returned, "tolist"):  # an array or a tensor
-        returned = returned.tolist()
-    if not isinstance(returned, (list, tuple)):
-        raise RewardError(
-            f"{reward.where} returned {_shown(returned)} for {len(rows)} completions; "
-            "return a list with one float or None for each."
-        )
-    if len(returned) != len(rows):
-        raise RewardError(
-            f"{reward.where} returned {len(returned)} values for {len(rows)} completions; "
-            "return one float or None for each."
-        )
-    return [_score(reward, row.place, value) for row, value in zip(rows, returned, strict=True)]
-
-
-def _score(reward: Reward, place: str, returned: Any) -> tuple[float, dict[str, Any]]:
-    """Score (NaN: no opinion) and notes of what a reward returned for one completion."""
-    value, notes = returned, {}
-    if isinstance(returned, Mapping):
-        if "score" not in returned:
-            keys = ", ".join(map(str, returned)) or "none"
-            raise RewardError(
-                f'{reward.where} returned a dict without "score" for {place} (keys: {keys}); '
-                'return {"score": x, ...notes}.'
-            )
-        value, notes = returned["score"], {str(k): v for k, v in returned.items() if k != "score"}
-    if value is None:
-        return math.nan, notes
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
-        value = value.item()
-    if not isinstance(value, (bool, int, float)):
-        raise RewardError(f"{reward.where} returned {_shown(value)} for {place}; return a float or None.")
-    try:
-        score = float(value)
-    except OverflowError:  # an int beyond the range of floats
-        score = math.inf
-    if math.isinf(score):
-        raise RewardError(
-            f"{reward.where} returned {score} for {place}; return a finite number, or None for no opinion."
-        )
-    return score, notes
-
-
-def _shown(value: Any) -> str:
-    text = repr(value).replace('"', "'") if not isinstance(value, str) else f'"{value}"'
-    return f"{text[:60]} ({type(value).__name__})"
-
-
-@contextlib.contextmanager
-def _blame(reward: Reward, row: _Row) -> Iterator[None]:
-    """Turn an exception inside a reward into a RewardError that says where it was and on what."""
-    try:
-        yield
-    except Exception as error:  # whatever a user's function raises
-        which = row.place if reward.style == "completion" else f"{row.place} and the following"
-        raise RewardError(
-            f"{failing_line(error, reward.file)}: {reward.where} raised {type(error).__name__}: {error} "
-            f"for {which}, completion {row.completion.text[:80]!r}."
-        ) from error
-
-
-@contextlib.contextmanager
-def _rng_untouched() -> Iterator[None]:
-    """A reward that draws random numbers, or seeds, must not change what the run draws next."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
+    def put_back() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
+        os.chdir(folder)
+        if torch is not None:
+            torch.set_rng_state(cpu)
+        if torch is not None and gpus is not None:
+            torch.cuda.set_rng_state_all(gpus)
+
+    return put_back

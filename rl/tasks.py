@@ -2,6 +2,7 @@
 
 A row goes to the held-out split or to training by a hash of its set of operands, so 47 + 25 and 25 + 47 are
 never on different sides, whatever the seed. The worked examples of raw prompts are rows of neither side.
+The tasks of the package reasoning-gym are "reasoning_gym/NAME"; there the question decides.
 """
 
 import hashlib
@@ -12,11 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.rewards.procedural import Questions
 from covey.rl.sources import DataError, did_you_mean
 
 HELD_OUT_OF = 5  # one in five operand sets is held out
 MAX_EXAMPLES = 8
 DEFAULT_ROWS = 2000
+GYM = "reasoning_gym/"
+GYM_PORTION = 50  # questions that are made between two looks at how many there are
+GYM_REQUEST = "\n\nWrite your final answer, and nothing else, between <answer> and </answer>."
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +40,16 @@ TASKS = {
 
 
 def task_rows(name: str, args: Mapping[str, Any], *, held_out: bool = False) -> list[dict[str, Any]]:
-    """Rows {prompt, answer, completion} of task `name`; see `_rows` for the arguments.
+    """Rows {prompt, answer, completion} of task `name`; see `_rows` and `_gym_rows` for the arguments.
 
     Raises DataError for an unknown task or argument, or a value that makes no sense.
     """
+    if name.startswith(GYM):
+        return _gym_rows(name.removeprefix(GYM), held_out, **args)
     if name not in TASKS:
-        raise DataError(f"task:{name}: no such task. Tasks: {', '.join(TASKS)}.{did_you_mean(name, TASKS)}")
+        raise DataError(
+            f"task:{name}: no such task. Tasks: {', '.join(TASKS)}, {GYM}NAME.{did_you_mean(name, TASKS)}"
+        )
     known = inspect.signature(_rows).parameters
     known = {key: p.default for key, p in known.items() if p.default is not inspect.Parameter.empty}
     for key, value in args.items():
@@ -60,6 +69,10 @@ def task_rows(name: str, args: Mapping[str, Any], *, held_out: bool = False) -> 
 def preference_rows(name: str, args: Mapping[str, Any], *, held_out: bool = False) -> list[dict[str, Any]]:
     """Rows {prompt, answer, chosen, rejected} of task `name`: the right answer is preferred to one that is wrong by up
     to 10, drawn for each row from the task's seed. Arguments and errors are those of `task_rows`."""
+    if name.startswith(GYM):
+        raise DataError(
+            f"task:{name}: there are no wrong answers to prefer others to. Use {', '.join(TASKS)}, or pairs."
+        )
     rows = []
     for row in task_rows(name, args, held_out=held_out):
         chosen, answer = row.pop("completion"), int(row["answer"])
@@ -142,13 +155,13 @@ def _draw(
             continue
         seen.add(numbers)
         key = tuple(sorted(numbers))
-        if _is_held_out(key) == held_out and key not in excluded:
+        if _is_held_out(" ".join(map(str, key))) == held_out and key not in excluded:
             drawn.append(numbers)
     return drawn
 
 
-def _is_held_out(operands: tuple[int, ...]) -> bool:
-    digest = hashlib.sha256(" ".join(map(str, operands)).encode()).digest()
+def _is_held_out(question: str) -> bool:
+    digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_OF == 0
 
 
@@ -160,3 +173,47 @@ def _worked_examples(digits: int, operands: int) -> list[tuple[int, ...]]:
     if digits == 2:
         examples[0] = (21, 34, *examples[0][2:])
     return examples
+
+
+def _gym_rows(
+    name: str, held_out: bool, *, style: str = "chat", rows: Any = None, seed: Any = 0, **config: Any
+) -> list[dict[str, Any]]:
+    """Distinct rows of a task of reasoning-gym, for the reward of that name, which reads the column `entry`.
+
+    style: chat gives a user message, raw plain text. rows: 2000 unless said, or as many as there are if these are
+    fewer. seed: of the questions. config: the settings of the task.
+    """
+    where = f"task:{GYM}{name}"
+    for key, value, low in (("rows", DEFAULT_ROWS if rows is None else rows, 1), ("seed", seed, 0)):
+        if type(value) is not int or not low <= value <= 10**6:
+            raise DataError(f"data.task.{key}: {value!r} is not a whole number from {low} to {10**6}.")
+    if style not in ("raw", "chat"):
+        raise DataError(f'data.task.style: "{style}" is neither raw nor chat.')
+    wanted = rows or DEFAULT_ROWS
+    size = 2 * wanted * (HELD_OUT_OF if held_out else 1) + GYM_PORTION
+    drawn: dict[str, dict[str, Any]] = {}
+    try:
+        with Questions(name, config, seed, size) as questions:
+            for start in range(0, size, GYM_PORTION):
+                for made in questions.portion(start, min(start + GYM_PORTION, size)):
+                    if _is_held_out(made["question"]) == held_out and len(drawn) < wanted:
+                        drawn.setdefault(made["question"], made)
+                if len(drawn) == wanted:
+                    break
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+    if rows and len(drawn) < rows and not held_out:
+        raise DataError(
+            f"data.task.rows: {where} has only {len(drawn)} different questions to train on, not {rows}."
+        )
+    return [_gym_row(style, **made) for made in drawn.values()]
+
+
+def _gym_row(style: str, question: str, answer: str | None, entry: str) -> dict[str, Any]:
+    text = question.strip() + GYM_REQUEST
+    row = {
+        "prompt": text if style == "raw" else [{"role": "user", "content": text}],
+        "answer": answer,
+        "entry": entry,
+    }
+    return row if answer is None else row | {"completion": f"<answer>{answer}</answer>"}

@@ -32,18 +32,27 @@ def file(tmp_path, monkeypatch):
     return write
 
 
+NEEDED = {
+    "judge": {"url": "http://localhost:8000/v1", "model": "m"},
+    "length": {"max_tokens": 20, "cache": 4},
+    "model": {"path": "organisation/name"},
+    "regex": {"pattern": "x"},
+}
+
+
 @pytest.mark.parametrize("name", BUILTINS)
 def test_builtins_load(name):
-    reward = load(name)
-    assert reward.name == name and reward.weight == 1.0 and reward.style == "completion"
+    reward = load(name, args=NEEDED.get(name, {}))
+    assert reward.name == name and reward.weight == 1.0
+    assert reward.style == ("completions" if name == "model" else "completion")
     assert reward.where == f"{name}() (built in)"
 
 
 def test_builtins_say_what_they_need():
     assert load("math").required == load("exact").required == load("first_number").required == ("answer",)
     assert load("format").required == ()
-    assert load("length").required == ("max_tokens", "cache")
-    assert load("length", args={"max_tokens": 20, "cache": 4}).required == ()
+    assert load("json_schema").required == ("schema",)
+    assert load("json_schema", args={"schema": {}}).required == ()
 
 
 def test_call_styles():
@@ -53,16 +62,15 @@ def test_call_styles():
 
     one = load(single)
     assert (one.style, one.engine, one.required) == ("completion", ("completion", "prompt"), ("answer",))
-    assert (one.optional, one.all_columns, one.is_async, one.name) == (("limit",), False, False, "single")
+    assert (one.optional, one.all_columns, one.lane, one.name) == (("limit",), False, "process", "single")
     many = load(batch)
     assert (many.style, many.engine, many.required) == (
         "completions",
         ("completions", "prompts"),
         ("answer",),
     )
-    assert many.all_columns
-    assert load(waits).is_async
-    assert load(functools.partial(waits)).is_async
+    assert many.all_columns and many.lane == "thread"
+    assert load(waits).lane == load(functools.partial(waits)).lane == "loop"
 
 
 def test_objects_and_partials():
@@ -77,7 +85,7 @@ def test_objects_and_partials():
     judge = load(Judge(), name="judge", weight=0.5)
     assert (judge.name, judge.weight, judge.required) == ("judge", 0.5, ("answer",))
     assert load(Judge()).name == "Judge"
-    assert load(AsyncJudge()).is_async and not load(Judge()).is_async
+    assert (load(AsyncJudge()).lane, load(Judge()).lane) == ("loop", "process")
     partial = load(functools.partial(near, limit=3))
     # A column called "limit" must not replace what the partial binds.
     assert (partial.name, partial.required, partial.optional) == ("near", ("answer",), ())
@@ -188,7 +196,7 @@ def test_unknown_builtin():
     with pytest.raises(RewardError) as error:
         load("exakt")
     assert message(error) == (
-        'There is no built-in reward "exakt" (exact, first_number, format, length, math). '
+        f'There is no built-in reward "exakt" ({", ".join(sorted(BUILTINS))}). '
         'Did you mean "exact"? Your own is named like rewards.py:exakt.'
     )
 
@@ -241,10 +249,10 @@ def test_columns(file):
             "Name the column that holds it in data.answer.",
         ),
         (
-            "length",
+            "json_schema",
             ["question"],
-            'length() (built in) needs "max_tokens", which is not a column (question). '
-            "Set it in the reward's args: {max_tokens: ...}.",
+            'json_schema() (built in) needs "schema", which is not a column (question). '
+            "Set it in the reward's args: {schema: ...}.",
         ),
     ]:
         with pytest.raises(RewardError) as error:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.rewards.reward import RewardError, RewardSpec, load_reward
+from covey.rewards.reward import RewardError, RewardSpec, check_columns, load_reward
 from covey.rewards.runner import Scorer, ScoreTable
 
 NAN = math.nan
@@ -280,23 +280,24 @@ def test_notes():
 
 
 def test_async_rewards_run_concurrently():
-    async def meet(completion, barrier):
-        barrier["n"] += 1
+    inside = []
+
+    async def meet(completion):
+        inside.append(completion)
         for _ in range(1000):  # returns only once all eight of both functions are inside
-            if barrier["n"] == 16:
+            if len(inside) == 16:
                 return 1.0
             await asyncio.sleep(0.005)
         return 0.0
 
-    async def meet_too(completion, barrier):
-        return await meet(completion, barrier)
+    async def meet_too(completion):
+        return await meet(completion)
 
     async def batch(completions):
         await asyncio.sleep(0)
         return [2.0] * len(completions)
 
-    groups = [group(*"abcd", barrier=(shared := {"n": 0})), group(*"efgh", barrier=shared)]
-    scores = run(groups, meet, meet_too, batch)
+    scores = run([group(*"abcd"), group(*"efgh")], meet, meet_too, batch)
     assert (scores.total == 4.0).all()
 
 
@@ -357,7 +358,7 @@ def test_names_are_unique():
 def test_built_ins_together():
     specs = [
         RewardSpec("math"),
-        RewardSpec("format", 0.5, args={"pattern": ".*boxed.*"}),
+        RewardSpec("regex", 0.5, args={"pattern": "boxed"}),
         RewardSpec("length", args={"max_tokens": 4, "cache": 4}),
     ]
     scores = Scorer([load_reward(spec) for spec in specs])([group("\\boxed{18}", "18", "17", answer=18)])
@@ -369,3 +370,86 @@ def test_built_ins_together():
 def test_empty_gold_names_the_row():
     error = error_of([group("1", "2", answer="1"), group("3", "4", answer="")], "math")
     assert "row 2 (prompt 1, completion 0)" in str(error) and "the answer is empty" in str(error)
+
+
+# ------------------------------------------------------------------------- functions for other trainers
+
+
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"})
+
+
+def test_functions_that_want_messages():
+    seen = []
+
+    def trl(completions: list[list[dict[str, str]]], prompts, **kwargs):
+        seen.append((prompts, completions))
+        return [float(len(messages[0]["content"])) for messages in completions]
+
+    def single(completion: "list[dict]", prompt):
+        return float(completion == [{"role": "assistant", "content": "bb"}] and prompt[-1]["content"] == "q")
+
+    def plain(completions, prompts):
+        return [float(isinstance(text, str)) for text in completions]
+
+    groups = [Group(Prompt(messages=CHAT), (Completion("a"), Completion("bb")))]
+    table = run(groups, trl, single)
+    assert table.per_function["trl"].tolist() == [[1.0, 2.0]]
+    assert table.per_function["single"].tolist() == [[0.0, 1.0]]
+    assert seen == [
+        ([list(CHAT)] * 2, [[{"role": "assistant", "content": text}] for text in ("a", "bb")]),
+    ]
+    assert run(groups, plain).total.tolist() == [[1.0, 1.0]]
+    assert run(groups, plain, form="messages").total.tolist() == [[0.0, 0.0]]
+    # Without a conversation the prompt is one of its own.
+    run([group("a", "bb")], trl)
+    assert seen[1][0] == [[{"role": "user", "content": "q"}]] * 2
+
+
+def test_messages_are_recognised_by_the_annotation():
+    def with_types(completions: list[list[Any]]): ...
+    def of_messages(completions: "list[list[ChatMessage]]"): ...  # type: ignore[name-defined]  # noqa: F821
+    def text(completions: list[str]): ...
+    def other(completions: list[str], answer: list[dict]): ...
+
+    forms = [load_reward(RewardSpec(f)).form for f in (with_types, of_messages, text, other)]
+    assert forms == ["text", "messages", "text", "text"]
+    assert load_reward(RewardSpec(of_messages, form="text")).form == "text"
+
+
+def test_verl():
+    seen = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=False, **settings):
+        seen.append((data_source, solution_str, ground_truth, extra_info, strict, settings))
+        return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
+
+    nested = {"style": "rule", "ground_truth": "72"}
+    rows = [
+        ({"data_source": "gsm8k", "ground_truth": "72", "extra_info": {"i": 1}}, ("gsm8k", {"i": 1})),
+        ({"data_source": "gsm8k", "reward_model": nested, "answer": "x"}, ("gsm8k", None)),
+        ({"answer": "72"}, ("", None)),
+    ]
+    for columns, (source, info) in rows:
+        table = run(
+            [group("72", "7", **columns)], compute_score, run="inline", args={"strict": True, "more": 1}
+        )
+        assert table.total.tolist() == [[1.0, 0.0]]
+        assert table.notes[0][0] == {"compute_score.acc": True}
+        assert seen[-1] == (source, "7", "72", info or columns, True, {"more": 1})
+    message = str(error_of([group("72", "7", question="q")], compute_score))
+    assert "compute_score() needs ground_truth; row 0 (prompt 0, completion 0) has it in none of" in message
+
+
+def test_verl_is_checked_early():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
+    def both(solution_str, completion): ...
+
+    reward = load_reward(RewardSpec(compute_score))
+    assert (reward.style, reward.required, reward.lane) == ("solution_str", (), "process")
+    check_columns(reward, ["reward_model"])
+    with pytest.raises(RewardError, match=r"no column ground_truth or reward_model or answer \(question\)"):
+        check_columns(reward, ["question"])
+    with pytest.raises(RewardError, match="args sets `ground_truth`, which the trainer supplies"):
+        load_reward(RewardSpec(compute_score, args={"ground_truth": 1}))
+    with pytest.raises(RewardError, match="has both `completion` and `solution_str`"):
+        load_reward(RewardSpec(both))

@@ -3,9 +3,10 @@ import re
 
 import pytest
 
+from covey.rewards.reward import RewardSpec, check_columns, load_reward
 from covey.rl.config import DataSection, SftDataSection
 from covey.rl.data import DataError, load_rows
-from covey.rl.tasks import task_rows
+from covey.rl.tasks import preference_rows, task_rows
 
 
 def operands(row) -> tuple[int, ...]:
@@ -110,3 +111,56 @@ def test_largest_bounds_the_operands():
     assert not {tuple(sorted(operands(r))) for r in train} & {tuple(sorted(operands(r))) for r in other}
     with pytest.raises(DataError, match=r"data\.task\.largest: 100 is not between 10 and 99"):
         task_rows("addition", {"largest": 100})
+
+
+GYM = "reasoning_gym/leg_counting"
+
+
+def test_a_task_of_reasoning_gym():
+    """Trained on with the reward of that name; the held-out questions are others, whatever the seed."""
+    args = {"max_animals": 4, "max_instances": 3, "rows": 25}
+    train = task_rows(GYM, args)
+    assert train == task_rows(GYM, args)
+    other = task_rows(GYM, args | {"seed": 4}, held_out=True)
+    questions = [{row["prompt"][0]["content"] for row in rows} for rows in (train, other)]
+    assert [len(side) for side in questions] == [25, 25] and not questions[0] & questions[1]
+    for row in train[:3]:
+        (message,) = row["prompt"]
+        assert message["role"] == "user" and message["content"].endswith("between <answer> and </answer>.")
+        assert row["completion"] == f"<answer>{row['answer']}</answer>"
+        reward = load_reward(RewardSpec("reasoning_gym"))
+        check_columns(reward, row)
+        assert reward.function(row["completion"], entry=row["entry"])["score"] == 1.0
+        assert reward.function("<answer>0</answer>", entry=row["entry"])["score"] == 0.0
+
+
+def test_plain_prompts_of_reasoning_gym_through_load_rows():
+    section = DataSection(train=f"task:{GYM}", task={"rows": 2, "style": "raw", "max_animals": 3})
+    rows = load_rows(f"task:{GYM}", section)
+    assert [row.where for row in rows] == [f"task:{GYM} row 0", f"task:{GYM} row 1"]
+    assert rows[0].prompt is not None and "how many legs" in rows[0].prompt and rows[0].columns["entry"]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        ("reasoning_gym/leg_countin", {}, r'task:reasoning_gym/leg_countin: .*Did you mean "leg_counting"'),
+        (GYM, {"max_animls": 2}, r'max_animls: no setting of this task.*Did you mean "max_animals"'),
+        (GYM, {"rows": 0}, r"data\.task\.rows: 0 is not a whole number from 1"),
+        (GYM, {"seed": "1"}, r"data\.task\.seed: '1' is not a whole number"),
+        (GYM, {"style": "poem"}, r"neither raw nor chat"),
+        (
+            "reasoning_gym/gcd",
+            {"min_value": 1, "max_value": 2, "rows": 50},
+            r"has only \d+ different questions",
+        ),
+    ],
+)
+def test_mistakes_with_reasoning_gym(name, args, says):
+    with pytest.raises(DataError, match=says):
+        task_rows(name, args)
+
+
+def test_reasoning_gym_has_no_preferences():
+    with pytest.raises(DataError, match="no wrong answers"):
+        preference_rows(GYM, {})
