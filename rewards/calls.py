@@ -85,14 +85,18 @@ def _engine(reward: Reward, row: Row) -> dict[str, Any]:
     text, chat = row.prompt.text, reward.form == "messages"
     messages = None if row.prompt.messages is None else _copied(list(row.prompt.messages))
     return {
-        "completion": [{"role": "assistant", "content": row.completion.text}]
-        if chat
-        else row.completion.text,
+        "completion": _said(row) if chat else row.completion.text,
         "prompt": (messages or [{"role": "user", "content": text}]) if chat else text,
         "messages": messages,
         "completion_ids": list(row.completion.ids),
         "finish": row.completion.finish,
     }
+
+
+def _said(row: Row) -> list[dict[str, Any]]:
+    """The completion as messages: of an episode all that followed the prompt."""
+    transcript = getattr(row.completion, "columns", {}).get("transcript")
+    return _copied(list(transcript or [{"role": "assistant", "content": row.completion.text}]))
 
 
 def _verl(reward: Reward, row: Row) -> dict[str, Any]:

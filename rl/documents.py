@@ -94,6 +94,21 @@ def make_documents(
     )
 
 
+def documents_of(row: Row, encoder: Encoder, turns: Turns, section: SftDataSection) -> list[Document]:
+    """Those of one row, as `make_documents`; none if the row is dropped."""
+    try:
+        ids, trained = _encode(row, encoder, turns, section)
+    except Untrained:
+        if section.untrained == "error":
+            raise
+        return []
+    pieces = [(ids, trained)]
+    if len(ids) > section.max_tokens:
+        _check_lengths(1, [(row, len(ids))], 1, section)
+        pieces = _shortened(row, ids, trained, section)
+    return [Document(row.index, tuple(ids), tuple(trained)) for ids, trained in pieces]
+
+
 def _of(some: Sequence[Row], rows: Sequence[Row]) -> str:
     return f"{len(some)} of {len(rows)} rows"
 

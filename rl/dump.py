@@ -1,12 +1,13 @@
 """What SFT will train on, to read: documents in the order of the steps with their targets marked, and counters."""
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 
 from covey.rewards.reward import RewardSpec
 from covey.rl.config import SftConfig
 from covey.rl.data import Cursor
 from covey.rl.documents import Document
+from covey.rl.stream import StreamedSftTrainer
 from covey.rl.trainers import SftTrainer
 
 MARKS = ("⟦", "⟧")
@@ -18,18 +19,27 @@ def dump_batch(config: SftConfig, count: int, *, colour: bool = False) -> Iterat
 
     colour: what is trained is green instead. Loads the tokenizer and the data, never weights.
     """
-    specs = [RewardSpec(r.use, r.weight, r.name, r.args) for r in config.rewards]
+    specs = [RewardSpec(**dict(r)) for r in config.rewards]
+    if config.data.streaming:
+        streamed = StreamedSftTrainer(config, specs)
+        documents = (document for step in iter(streamed.stream.next, None) for document in step)
+        yield from _shown(islice(documents, count), streamed.tokenizer, colour)
+        yield "---"
+        yield "a stream: how much there is, nobody knows"
+        return
     trainer = SftTrainer(config, specs)
     data = config.data
     order = Cursor(len(trainer.data), len(trainer.data), data.seed, data.shuffle, wrap=False).next()
-    for place in order[:count]:
-        document = trainer.data[place]
-        trained = sum(document.trained)
-        yield f"--- row {document.row}: {len(document.ids)} tokens, {trained} trained"
-        yield marked(trainer.tokenizer, document, COLOURS if colour else MARKS)
+    yield from _shown([trainer.data[place] for place in order[:count]], trainer.tokenizer, colour)
     yield "---"
     yield from counters(trainer)
     yield from (f"warning: {warning}" for warning in trainer.warnings)
+
+
+def _shown(documents: Iterable[Document], tokenizer: object, colour: bool) -> Iterator[str]:
+    for document in documents:
+        yield f"--- row {document.row}: {len(document.ids)} tokens, {sum(document.trained)} trained"
+        yield marked(tokenizer, document, COLOURS if colour else MARKS)
 
 
 def counters(trainer: SftTrainer) -> list[str]:

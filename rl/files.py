@@ -240,13 +240,15 @@ def _read_parquet(path: Path) -> Rows:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield f"{path} row {number}", row
+                number += 1
     except (pyarrow.ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{path}: not a readable Parquet file ({reason}). Write the file again.") from None
-    for number, row in enumerate(rows):
-        yield f"{path} row {number}", row
 
 
 def read_text_lines(path: Path) -> Rows:

@@ -18,6 +18,7 @@ from covey.rewards.runner import Pending, Scorer, ScoreTable
 from covey.rl.advantages import compute_advantages, whiten
 from covey.rl.batch import pack, split, to_device, trained_tokens
 from covey.rl.config import GrpoConfig
+from covey.rl.curriculum import Supply
 from covey.rl.distributed import gather_objects, gather_rows, sum_gradients
 from covey.rl.entropy import EntropyBonus, keep_top_entropy
 from covey.rl.kl import kl_value
@@ -42,29 +43,43 @@ class GrpoMachine:
 
 
 def grpo_step(
-    machine: GrpoMachine, prompts: Sequence[Prompt], config: GrpoConfig, step: int
+    machine: GrpoMachine,
+    prompts: Sequence[Prompt],
+    config: GrpoConfig,
+    step: int,
+    supply: Supply | None = None,
 ) -> tuple[Measured, list[Sample]]:
-    """One step (counted from 0) on these P prompts: sample, score, learn, hand the new weights to the engine."""
+    """One step (counted from 0) on these P prompts: sample, score, learn, hand the new weights to the engine.
+
+    supply: where other prompts come from, in place of those whose groups teach nothing.
+    """
     clock = Clock(machine.device)
-    machine.engine.wake()
-    pending: dict[int, Pending] = {}
 
-    def score(index: int, group: Group) -> None:  # while the others are still sampled
-        pending[index] = machine.scorer.submit(group, index)
+    def sample(prompts: Sequence[Prompt]) -> tuple[list[Group], ScoreTable]:
+        machine.engine.wake()
+        pending: dict[int, Pending] = {}
 
-    sampling = step_sampling(config, step)
-    groups = machine.engine.generate(prompts, config.rollout.group_size, sampling, score)
-    machine.engine.sleep()
-    clock.lap("rollout")
+        def score(index: int, group: Group) -> None:  # while the others are still sampled
+            pending[index] = machine.scorer.submit(group, index)
 
-    scores = machine.scorer.gather([pending[index] for index in range(len(groups))])
-    clock.lap("reward")
+        sampling = step_sampling(config, step)
+        groups = machine.engine.generate(prompts, config.rollout.group_size, sampling, score)
+        machine.engine.sleep()
+        clock.lap("rollout")
+        scores = machine.scorer.gather([pending[index] for index in range(len(groups))])
+        clock.lap("reward")
+        return groups, scores
+
+    groups, scores = sample(prompts)
+    supplied: Measured = {}
+    if supply is not None:
+        groups, scores, supplied = supply.complete(groups, scores, sample, step)
 
     advantage_PG, learned = learn(machine, groups, scores, config, step)
     machine.engine.update(machine.policy.weights(), step + 1)
     clock.lap("train")
 
-    metrics = rollout_metrics(groups, scores, advantage_PG, clock.seconds["rollout"]) | learned
+    metrics = rollout_metrics(groups, scores, advantage_PG, clock.seconds["rollout"]) | supplied | learned
     terms = ("loss/policy", "loss/kl", "loss/entropy")
     metrics["loss/total"] = sum(metrics.get(name, 0.0) for name in terms)
     return metrics | clock.metrics(), sample_rows(groups, scores.total, scores.per_function, advantage_PG)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from covey.rl.checkpoint import RunError, load_checkpoint, save_checkpoint
+from covey.rl.checkpoint import RunError, load_checkpoint, save_checkpoint, weights_folder
 from covey.rl.config import EvalSection, RunSection, SftEvalSection
 from covey.rl.display import Display, Summary
 from covey.rl.metrics import JsonlLogger, Metrics, Sample, write_samples
@@ -145,7 +145,7 @@ class RunLoop:
                 self._save()
         finally:
             self._log.close()
-        lines = {"adapter": str(self.adapter), "metrics": str(self.folder.metrics)}
+        lines = {self.adapter.name: str(self.adapter), "metrics": str(self.folder.metrics)}
         if self.patience.best is not None:
             lines = {"best": self.patience.say(self.trainer.steps), **lines}
             if self.patience.best != self._saved:  # what the caller gets is the policy that is reported
@@ -160,9 +160,9 @@ class RunLoop:
 
     @property
     def adapter(self) -> Path:
-        """The saved adapter with the best evaluation if these are compared, else the newest; in PEFT's format."""
+        """The saved adapter (or whole model) with the best evaluation if these are compared, else the newest."""
         step = self._saved if self.patience.best is None else self.patience.best
-        return self.folder.checkpoints / f"step-{step:06d}" / "adapter"
+        return weights_folder(self.folder.checkpoints / f"step-{step:06d}")
 
     @property
     def _finished(self) -> bool:

@@ -20,7 +20,7 @@ from covey.rl.checkpoint import RunError
 if TYPE_CHECKING:
     import pandas
 
-    from covey.rollout.engine import Group
+    from covey.rollout.engine import Completion, Group
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def sample_rows(
         Sample(
             row=group.prompt.row,
             prompt=group.prompt.text,
-            completion=completion.text,
+            completion=_whole_text(completion),
             ids=completion.ids,
             logprobs=completion.logprobs,
             finish=completion.finish,
@@ -168,10 +168,20 @@ def sample_rows(
             reward=float(reward_PG[p, g]),
             rewards={name: float(values[p, g]) for name, values in rewards.items()},
             advantage=float(advantage_PG[p, g]),
+            notes={name: note for name, note in completion.columns.items() if name != "transcript"},
         )
         for p, group in enumerate(groups)
         for g, completion in enumerate(group.completions)
     ]
+
+
+def _whole_text(completion: "Completion") -> str:
+    """The completion as people want to read it: of an episode all that was said."""
+    messages = completion.columns.get("transcript")
+    if messages is None:
+        return completion.text
+    said = [m["content"] if m["role"] == "assistant" else f"[{m['role']}] {m['content']}" for m in messages]
+    return "\n".join(said)
 
 
 def write_samples(path: Path, rows: Sequence[Sample]) -> None:

@@ -5,7 +5,8 @@
 
 (Loshchilov & Hutter, algorithm 2). The gradient g is first multiplied by max_grad_norm / |g|
 if its global norm |g| is larger than max_grad_norm. On a GPU one kernel does all of it (kernels/adamw.py), elsewhere
-torch's fused AdamW; both keep the same state.
+torch's fused AdamW; both keep the same state. optim.optimizer adamw8bit and paged_adamw8bit are those of bitsandbytes,
+which keep m and v in 8 bits each (Dettmers et al. 2021), paged in memory that moves to the host when the GPU is full.
 """
 
 import math
@@ -45,6 +46,27 @@ def global_norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(torch.stack([part.to(parts[0].device) for part in parts]).sum().item())
 
 
+def _make_adamw(params: Sequence[Tensor], section: OptimSection) -> Any:
+    options = {
+        "lr": section.lr,
+        "betas": (section.beta1, section.beta2),
+        "eps": section.eps,
+        "weight_decay": section.weight_decay,
+    }
+    if section.optimizer == "adamw":
+        fused = all(p.device.type in ("cpu", "cuda") for p in params)
+        return torch.optim.AdamW(params, fused=fused, **options)
+    import bitsandbytes
+
+    key, operator = params[0].device.type.upper(), "bitsandbytes::optimizer_update_8bit_blockwise"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, key):
+        raise ValueError(
+            f"optim.optimizer: bitsandbytes {bitsandbytes.__version__} has no {section.optimizer} on {key}: use adamw"
+        )
+    kind = {"adamw8bit": bitsandbytes.optim.AdamW8bit, "paged_adamw8bit": bitsandbytes.optim.PagedAdamW8bit}
+    return kind[section.optimizer](params, **options)
+
+
 class FlatAdamW:
     """AdamW on flat master buffers whose gradients are accumulated in place.
 
@@ -65,14 +87,8 @@ class FlatAdamW:
         for p in self.params:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        self._adamw = torch.optim.AdamW(
-            self.params,
-            lr=section.lr,
-            betas=(section.beta1, section.beta2),
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            fused=all(p.device.type in ("cpu", "cuda") for p in self.params),
-        )
+        self.eight_bit = section.optimizer != "adamw"
+        self._adamw: Any = _make_adamw(self.params, section)
 
     def zero_grad(self) -> None:
         """Zeros in the same buffers: the policy's backward adds to them through views."""
@@ -87,7 +103,7 @@ class FlatAdamW:
         """
         rate = learning_rate(self.section, step_index, total_steps)
         self.updates += 1
-        if uses_kernel(self.params, self.shadow):
+        if not self.eight_bit and uses_kernel(self.params, self.shadow):
             norm = self._step_kernel(rate, zero_grad)
         else:
             norm = self._step_torch(rate)
@@ -144,18 +160,27 @@ class FlatAdamW:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the moments are those of other parameters."""
-        saved = [dict[str, Tensor]() for _ in self.params]
-        for name, tensor in state.items():
+        saved = [dict[str, Any]() for _ in self.params]
+        for name, value in state.items():
             if name != "skipped":
                 index, key = name.split("/")
                 saved.extend({} for _ in range(int(index) + 1 - len(saved)))
-                saved[int(index)][key] = tensor
-        shapes = [tuple(moments["exp_avg"].shape) for moments in saved if moments]
+                saved[int(index)][key] = value
+        first_moment = "state1" if self.eight_bit else "exp_avg"
+        if any(moments and first_moment not in moments for moments in saved):
+            raise ValueError(
+                "the checkpoint's optimiser is another one: resume with the optim.optimizer of the run"
+            )
+        shapes = [tuple(moments[first_moment].shape) for moments in saved if moments]
         if shapes and shapes != [tuple(p.shape) for p in self.params]:
             raise ValueError(
                 f"the checkpoint's optimiser is for weights of shape {shapes}, these are "
                 f"{[tuple(p.shape) for p in self.params]}: resume with the lora settings of the run"
             )
+        self.skipped = int(state["skipped"])
+        if self.eight_bit:
+            self._load_eight_bit(saved)
+            return
         # AdamW keeps its step count beside the weights only when it is fused. Copies, so that the caller's
         # tensors stay as they are.
         fused = self._adamw.param_groups[0]["fused"]
@@ -164,7 +189,20 @@ class FlatAdamW:
                 key: t.to("cpu" if key == "step" and not fused else p.device, copy=True)
                 for key, t in moments.items()
             }
-        self.skipped = int(state["skipped"])
+
+    def _load_eight_bit(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Into buffers that bitsandbytes makes, which may be paged."""
+        for i, (p, moments) in enumerate(zip(self.params, saved, strict=True)):
+            if not moments:
+                self._adamw.state.pop(p, None)
+                continue
+            self._adamw.init_state(self._adamw.param_groups[0], p, 0, i)
+            state = self._adamw.state[p]
+            for key, value in moments.items():
+                if isinstance(value, Tensor):
+                    state[key].copy_(value)
+                else:
+                    state[key] = value
 
     def _grads(self) -> list[Tensor]:
         grads = [p.grad for p in self.params if p.grad is not None]

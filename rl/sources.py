@@ -8,7 +8,7 @@ import glob
 import logging
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,16 +109,25 @@ def _matching(pattern: str, key: str) -> list[Path]:
 def _read_files(paths: list[Path], name: str, skip: bool, *, whole: bool) -> Found:
     """whole: a text file is one row instead of one per line."""
     found = Found(name, [])
-    for path in paths:
-        reader = read_text_whole if whole and _kind(path) == ".txt" else READERS[ending(path)]
-        for row in reader(path):
-            if not isinstance(row, DataError):
-                found.rows.append(row)
-            elif skip:
-                found.bad.append(row)
-            else:
-                raise row
+    for row in _reader(paths, whole=whole)():
+        if not isinstance(row, DataError):
+            found.rows.append(row)
+        elif skip:
+            found.bad.append(row)
+        else:
+            raise row
     return found
+
+
+def _reader(paths: list[Path], *, whole: bool) -> Callable[[], Iterator[Raw | DataError]]:
+    """whole: a text file is one row instead of one per line."""
+
+    def read() -> Iterator[Raw | DataError]:
+        for path in paths:
+            reader = read_text_whole if whole and _kind(path) == ".txt" else READERS[ending(path)]
+            yield from reader(path)
+
+    return read
 
 
 def _read_path(path: Path, key: str, held_out: bool, skip: bool) -> Found:
@@ -237,6 +246,44 @@ def _read_named(source: str, key: str, held_out: bool, skip: bool) -> Found:
             'Write FILE.jsonl, "name:config:split" or "task:addition".'
         )
     return Found(source, _from_hub(source, key, held_out))
+
+
+def open_stream(source: Any, key: str) -> tuple[str, Callable[[], Iterator[Raw | DataError]]]:
+    """(what the source is called, what reads it from its first row on, once per call) without holding its rows.
+
+    source: a file, folder, glob or hub id, or any object in Python that can be iterated more than once.
+    """
+    if not isinstance(source, str | Path):
+        if iter(source) is source:
+            raise DataError(
+                f"{key}: an iterator ends after one epoch. Give what it was made from, or a list."
+            )
+        return "rows given in Python", lambda: ((f"row {number}", row) for number, row in enumerate(source))
+    if str(source).startswith("task:"):
+        raise DataError(f"data.streaming: {source} is made in memory anyway. Leave data.streaming out.")
+    path = Path(source).expanduser()
+    name, is_pattern = str(source), "*" in str(source) or "?" in str(source)
+    if path.is_dir() and not (path / "dataset_dict.json").exists() and not (path / "state.json").exists():
+        return name, _reader(_in_folder(path, key), whole=True)
+    if is_pattern and not path.exists():
+        return name, _reader(_matching(str(path), key), whole=True)
+    if path.is_file() and ending(path):
+        return name, _reader([path], whole=False)
+    if path.exists() or ending(path) or name.startswith((".", "/", "~")):
+        rows = _read_path(path, key, False, False).rows  # a saved data set, mapped into memory; or an error
+        return name, lambda: iter(rows)
+    return name, _hub_reader(name, key)
+
+
+def _hub_reader(source: str, key: str) -> Callable[[], Iterator[Raw | DataError]]:
+    import datasets
+
+    name, config, split = [*source.split(":", 2), "", ""][:3]
+    try:
+        loaded: Any = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise DataError(_hub_problem(name, key, error)) from error
+    return lambda: ((f"{source} row {number}", row) for number, row in enumerate(loaded))
 
 
 def _weighted(source: SourceSection, key: str, held_out: bool, skip: bool, seed: str) -> Found:

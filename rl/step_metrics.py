@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from covey.rewards.runner import ScoreTable
-from covey.rollout.engine import Group
+from covey.rollout.engine import Completion, Group
 
 Measured = dict[str, float]  # metrics of a step, by name (area/name)
 
@@ -24,13 +24,25 @@ def rollout_metrics(
         "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
         "reward/std": float(scored.std()) if len(scored) else float("nan"),
         **{f"reward/{name}": value for name, value in scores.means().items()},
+        **{f"reward/{name}": float(count) for name, count in scores.failures.items()},
         "reward/unscored": float(np.isnan(scores.total).mean()),
         "groups/no_spread": float((advantage_PG == 0).all(1).mean()),
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
         "length/truncated": float(np.mean([completion.finish == "length" for completion in completions])),
         "rollout/tokens_per_s": float(lengths.sum()) / max(seconds, 1e-9),
+        **_episode_metrics(completions),
     }
+
+
+def _episode_metrics(completions: Sequence[Completion]) -> Measured:
+    """Means of the numbers that an environment tells of its episodes."""
+    known: dict[str, list[float]] = {}
+    for completion in completions:
+        for name, value in completion.columns.items():
+            if isinstance(value, int | float) and name != "environment_reward":  # it is among the rewards
+                known.setdefault(f"environment/{name}", []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in known.items()}
 
 
 class Clock:
@@ -45,7 +57,7 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
-        self.seconds[phase] = now - self._last
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
     def metrics(self) -> Measured:

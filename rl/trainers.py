@@ -5,6 +5,7 @@ the tokenizer before the weights.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,36 @@ import torch
 
 from covey.policies.adapter import read_adapter
 from covey.policies.decoder import DecoderPolicy
-from covey.policies.load import load_policy, pick_device
-from covey.policies.locate import locate_model
-from covey.policies.spec import ModelSpec, read_spec
-from covey.policies.tokenizer import check_vocabulary, decode_completion, eos_ids, load_tokenizer
-from covey.rewards.reward import Reward, RewardSpec, check_columns, load_reward
+from covey.policies.hf import HFPolicy
+from covey.policies.load import pick_device
+from covey.policies.locate import ModelError, locate_model
+from covey.policies.open import choose_path, open_policy
+from covey.policies.tokenizer import check_vocabulary, eos_ids, load_tokenizer
+from covey.rewards.reward import RewardSpec, check_columns, load_reward
 from covey.rewards.runner import Scorer
-from covey.rl.checkpoint import find_adapter
+from covey.rl.checkpoint import find_adapter, find_model
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
-from covey.rl.data import Cursor, Row, load_rows
+from covey.rl.curriculum import make_supply
+from covey.rl.data import Cursor, Row
 from covey.rl.display import RunInfo
 from covey.rl.documents import make_documents
 from covey.rl.dpo import DpoMachine, dpo_step, evaluate_pairs, explain_pairs
+from covey.rl.engines import make_engine
 from covey.rl.entropy import EntropyBonus
+from covey.rl.environments import Stage
 from covey.rl.explain import SFT_OBJECTIVE, explain
 from covey.rl.grpo import GrpoMachine, grpo_step
 from covey.rl.loop import Results
+from covey.rl.methods import full_warnings
 from covey.rl.metrics import sample_rows
 from covey.rl.optimizer import FlatAdamW
 from covey.rl.pairs import Pair, Preference, load_pairs, make_pairs
+from covey.rl.rows import held_out_rows, training_rows
+from covey.rl.sampler_check import check_start
 from covey.rl.sft import SftMachine, document_nll, hold_out, sft_step
 from covey.rl.sources import DataError
 from covey.rl.templates import Encoded, Encoder, check_context, make_prompts
-from covey.rollout.engine import Message, Prompt, Sampling
-from covey.rollout.inprocess import InProcessEngine
+from covey.rollout.engine import Message, Prompt, RolloutEngine, Sampling
 
 Config = GrpoConfig | SftConfig | DpoConfig
 
@@ -46,18 +53,27 @@ class Sampler:
     command: str
     optimizer: FlatAdamW
     cursor: Cursor
+    eval_tokens: int  # of a completion in an evaluation, at most
 
     def __init__(self, config: Config):
         self.config = config
-        given = config.model.adapter
-        self.adapter = None if given is None else find_adapter(Path(given).expanduser())
-        self.folder = locate_model(config.model.path)
-        self.spec: ModelSpec = read_spec(self.folder)
-        self.tokenizer = load_tokenizer(self.folder, config.model.chat_template)
-        check_vocabulary(self.tokenizer, self.spec.vocab_size)
+        model, lora = config.model, config.lora
+        if model.method == "full" and model.adapter is not None:
+            raise ModelError(
+                "model.adapter: full finetuning has none; merge it into the model, or use lora or qlora"
+            )
+        self.adapter = None if model.adapter is None else find_adapter(Path(model.adapter).expanduser())
+        self.folder = locate_model(find_model(model.path))
+        self.options = lora.model_dump(include={"targets", "dropout", "dora", "modules_to_save"})
+        self.options["context"] = model.context
+        self.route = choose_path(self.folder, method=model.method, adapter=self.adapter, **self.options)
+        self.tokenizer = load_tokenizer(self.folder, model.chat_template, model.template_options)
+        check_vocabulary(self.tokenizer, self.route.vocab_size)
         self.eos = eos_ids(self.folder, self.tokenizer)
         self.device = torch.device(pick_device(config.model.device))
         self.warnings: list[str] = []
+        if model.method == "full":
+            self.warnings += full_warnings(config)
 
     def check_steps(self, steps: int, held_out: Sequence[Any]) -> int:
         """`steps`, with warnings about settings that will have no effect in a run of them."""
@@ -71,34 +87,40 @@ class Sampler:
             )
         return steps
 
-    def load(self, max_rows: int) -> None:
-        """The expensive part: weights."""
+    def load(self, max_rows: int, *, reference: bool) -> None:
+        """The expensive part: weights. reference: whether anything will ask for the reference policy."""
         model, lora = self.config.model, self.config.lora
-        self.policy: DecoderPolicy = load_policy(
+        self.policy: DecoderPolicy | HFPolicy = open_policy(
             self.folder,
             method=model.method,
             rank=lora.rank,
             alpha=lora.alpha,
-            targets=lora.targets,
+            rslora=lora.rslora,
             dtype=model.dtype,
             device=str(self.device),
             memory=model.memory,
             adapter=self.adapter,
+            reference=model.reference if reference else "none",
             tokens_per_pass=self.config.optim.tokens_per_pass,
             seed=self.config.run.seed,
+            **self.options,
         )
-        self.engine = InProcessEngine(
+        self.engine: RolloutEngine = make_engine(
+            self.config,
             self.policy,
-            lambda ids: decode_completion(self.tokenizer, ids, self.eos),
+            self.folder,
+            self.tokenizer,
             self.eos,
-            max_rows=max_rows,
+            max_rows,
+            self.route.max_positions,
         )
+        self.rollouts = self.engine  # where the run's completions come from
 
     def prompts(self, rows: Sequence[Row], max_new_tokens: int) -> list[Prompt]:
         """The rows' prompts, checked against the model's positions."""
         prompts = make_prompts(rows, self.tokenizer, self.config.data)
         self._report("prompts", prompts)
-        check_context(prompts.longest, max_new_tokens, self.spec.max_positions)
+        check_context(prompts.longest, max_new_tokens, self.route.max_positions)
         return list(prompts)
 
     def _report(self, what: str, encoded: Any) -> None:
@@ -115,9 +137,15 @@ class Sampler:
         rendered, messages, ids = Encoder(self.tokenizer, self.config.data).prompt(row)
         return Prompt(0, tuple(ids), rendered, messages)
 
-    def greedy(self, prompts: Sequence[Prompt], scorer: Scorer, sampling: Sampling) -> Results:
-        """Metrics eval/reward and eval/NAME of one greedy completion per prompt."""
-        groups = self.engine.generate(prompts, 1, sampling)
+    def eval_sampling(self, stop: Sequence[str] = ()) -> Sampling:
+        """How completions of the evaluations are drawn: alike in all of them."""
+        keys = {field.name for field in fields(Sampling)} - {"max_new_tokens"}
+        draws = self.config.eval.model_dump(include=keys)
+        return Sampling(self.eval_tokens, **draws, stop=tuple(stop), seed=self.config.run.seed)
+
+    def scored(self, prompts: Sequence[Prompt], scorer: Scorer, sampling: Sampling) -> Results:
+        """Metrics eval/reward and eval/NAME of one completion per prompt."""
+        groups = self.rollouts.generate(prompts, 1, sampling)
         scores = scorer(groups)
         rows = sample_rows(groups, scores.total, scores.per_function, 0 * scores.total)
         known = [row.reward for row in rows if row.reward == row.reward]
@@ -132,6 +160,8 @@ class Sampler:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the adapter. The optimiser's tensors are its own, not copies."""
         state = {"optimizer": self.optimizer.state_dict(), "cursor": self.cursor.state()}
+        if isinstance(self.policy, HFPolicy):
+            state["policy"] = self.policy.state()
         return state | {"updates": self.optimizer.updates}
 
     def restore(self, adapter: Path, state: Mapping[str, Any], step: int) -> None:
@@ -139,10 +169,15 @@ class Sampler:
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         self.cursor.restore(state["cursor"])
         self.load_adapter(adapter, step)
+        if isinstance(self.policy, HFPolicy):
+            self.policy.load_state(state["policy"])
 
     def load_adapter(self, adapter: Path, step: int) -> None:
-        """Take the weights of a saved adapter, that of `step`."""
-        self.policy.load_weights(read_adapter(adapter)[1])
+        """Take the weights that were saved after `step`."""
+        if isinstance(self.policy, HFPolicy):
+            self.policy.load_saved(adapter)
+        else:
+            self.policy.load_weights(read_adapter(adapter)[1])
         self.engine.update(self.policy.weights(), step)
 
     @property
@@ -151,13 +186,21 @@ class Sampler:
 
     def info(self, **facts: Any) -> dict[str, Any]:
         """The part of RunInfo that both algorithms fill alike."""
+        method, policy = self.config.model.method, self.policy
+        if isinstance(policy, HFPolicy):
+            adapter = f", rank {policy.rank}" if policy.rank else ""
+            layout = "packed" if policy.packed else "padded rows"
+            details = {"policy": f"transformers, {layout}: {self.route.why}", **facts.pop("details", {})}
+            facts["details"] = details
+        else:
+            adapter = f", rank {policy.adapter.rank}"
         return {
             "command": self.command,
             "model": self.config.model.path,
-            "method": f"{self.config.model.method}, rank {self.policy.adapter.rank}, {str(self.policy.dtype)[6:]}",
+            "method": f"{method}{adapter}, {str(policy.dtype)[6:]}",
             "device": self.device_name,
-            "trainable": self.policy.parameters()[0].numel(),
-            "parameters": self.spec.num_parameters,
+            "trainable": sum(p.numel() for p in policy.parameters()),
+            "parameters": self.route.num_parameters,
             **facts,
         }
 
@@ -171,14 +214,18 @@ class GrpoTrainer(Sampler):
         self, config: GrpoConfig, rewards: Sequence[RewardSpec], rows: Any = None, eval_rows: Any = None
     ):
         self.config: GrpoConfig
-        loaded = [load_reward(spec) for spec in rewards]
+        self.stage = Stage(config.environment) if config.environment.given else None
+        loaded = [load_reward(spec) for spec in [*rewards, *(self.stage.rewards if self.stage else ())]]
         if not loaded:
             raise DataError("rewards: none is given. Name one, for example rewards: [{use: math}]")
-        data, found = _rows(config, loaded, rows)
-        held_out = _held_out(config, loaded, eval_rows)
+        data, found = training_rows(config, loaded, rows)
+        held_out = held_out_rows(config, loaded, eval_rows)
         super().__init__(config)
         self.scorer = Scorer(loaded)
         rollout = config.rollout
+        if self.stage is not None:
+            self.warnings += self.stage.prepare(self.tokenizer, config.data, self.eos)
+            data, held_out = self.stage.openings(data), self.stage.openings(held_out)
         self.data = self.prompts(data, rollout.max_new_tokens)
         self.eval_tokens = config.eval.max_new_tokens or rollout.max_new_tokens
         self.held_out = self.prompts(held_out, self.eval_tokens) if held_out else []
@@ -187,17 +234,21 @@ class GrpoTrainer(Sampler):
                 f"rollout.prompts_per_step: a step takes {rollout.prompts_per_step} different prompts, and there are "
                 f"only {len(self.data)}. Set it to at most that, or give more rows"
             )
-        self.cursor = Cursor(len(self.data), rollout.prompts_per_step, config.data.seed, config.data.shuffle)
+        self.supply = make_supply(self.data, config)
+        self.cursor = self.supply.cursor
         self.steps = self.check_steps(config.optim.steps, self.held_out)
         self.found = found
 
     def load_weights(self) -> None:
-        self.load(self.config.rollout.max_rows)
+        self.load(self.config.rollout.max_rows, reference=self.config.objective.kl_place != "none")
         self.optimizer = FlatAdamW(self.policy.parameters(), self.config.optim)
         self.entropy = EntropyBonus(self.config.objective)
+        if self.stage is not None:
+            self.rollouts = self.stage.engine(self.engine)
         self.machine = GrpoMachine(
-            self.policy, self.engine, self.scorer, self.optimizer, self.entropy, self.device
+            self.policy, self.rollouts, self.scorer, self.optimizer, self.entropy, self.device
         )
+        self.sampler_note = check_start(self.engine, self.policy, self.data, self.config)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"entropy": self.entropy.state_dict()}
@@ -208,17 +259,18 @@ class GrpoTrainer(Sampler):
 
     def step(self, index: int) -> Results:
         prompts = [self.data[i] for i in self.cursor.next()]
-        return grpo_step(self.machine, prompts, self.config, index)
+        return grpo_step(self.machine, prompts, self.config, index, self.supply)
 
     def evaluate(self) -> Results | None:
         if not self.held_out:
             return None
-        stop = tuple(self.config.rollout.stop)
-        return self.greedy(self.held_out, self.scorer, Sampling(self.eval_tokens, temperature=0.0, stop=stop))
+        return self.scored(self.held_out, self.scorer, self.eval_sampling(self.config.rollout.stop))
 
     def describe(self, **where: Any) -> RunInfo:
         rollout = self.config.rollout
-        rewards = ", ".join(f"{r.name} x {r.weight:g}" for r in self.scorer.rewards)
+        rewards = ", ".join(
+            " ".join((f"{r.name} x {r.weight:g}", r.note)).strip() for r in self.scorer.rewards
+        )
         uses_it = self.config.objective.kl_place != "none"
         reference = "it is the reference" if uses_it else "no reference is computed (objective.beta is 0)"
         facts = self.info(
@@ -229,8 +281,10 @@ class GrpoTrainer(Sampler):
             details={
                 **({} if self.adapter is None else {"start": f"the adapter {self.adapter}; {reference}"}),
                 "data": f"{self.found}, {len(self.data)} prompts; {len(self.held_out)} held out",
+                **({} if self.stage is None else {"environment": self.stage.describe()}),
                 "rewards": rewards,
                 "sampling": f"up to {rollout.max_new_tokens} tokens at temperature {rollout.temperature:g}",
+                **self.sampler_note,
             },
         )
         return RunInfo(**facts, **where)
@@ -246,9 +300,9 @@ class SftTrainer(Sampler):
     ):
         self.config: SftConfig
         loaded = [load_reward(spec) for spec in rewards]
-        data, found = _rows(config, loaded, rows)
+        data, found = training_rows(config, loaded, rows)
         if config.eval.share is None:
-            held_out = _held_out(config, loaded, eval_rows)
+            held_out = held_out_rows(config, loaded, eval_rows)
         elif eval_rows is None:
             data, held_out = hold_out(data, config.eval.share, config.data.seed)
         else:
@@ -257,20 +311,12 @@ class SftTrainer(Sampler):
             )
         if config.eval.patience is not None and not held_out:
             raise DataError("eval.patience needs held-out rows: set data.eval or eval.share")
-        self.held_out_rows = len(held_out)
-        held_out = held_out[: config.eval.rows]
         super().__init__(config)
         self.scorer = Scorer(loaded)
-        if len(held_out) < self.held_out_rows:
-            self.warnings.append(
-                f"{self.held_out_rows} rows are held out, the first {len(held_out)} (eval.rows) are evaluated"
-            )
         self.data = make_documents(data, self.tokenizer, config.data, self.eos)
         self._report("documents", self.data)
-        check_context(self.data.longest, 0, self.spec.max_positions)
-        self.held_out = make_documents(held_out, self.tokenizer, config.data, self.eos) if held_out else []
-        self.eval_tokens = config.eval.max_new_tokens or 256
-        self.eval_prompts = self.prompts(held_out, self.eval_tokens) if held_out and loaded else []
+        check_context(self.data.longest, 0, self.route.max_positions)
+        self.prepare_evaluation(held_out)
         optim = config.optim
         self.cursor = Cursor(
             len(self.data),
@@ -282,8 +328,22 @@ class SftTrainer(Sampler):
         self.steps = self.check_steps(optim.steps or self.cursor.steps(optim.epochs or 1.0), self.held_out)
         self.found = found
 
+    def prepare_evaluation(self, rows: Sequence[Row]) -> None:
+        """Takes the first eval.rows of the held-out rows."""
+        config, self.held_out_rows = self.config, len(rows)
+        held_out = rows[: config.eval.rows]
+        if len(held_out) < self.held_out_rows:
+            self.warnings.append(
+                f"{self.held_out_rows} rows are held out, the first {len(held_out)} (eval.rows) are evaluated"
+            )
+        self.held_out = make_documents(held_out, self.tokenizer, config.data, self.eos) if held_out else []
+        self.eval_tokens = config.eval.max_new_tokens or 256
+        self.eval_prompts = (
+            self.prompts(held_out, self.eval_tokens) if held_out and self.scorer.rewards else []
+        )
+
     def load_weights(self) -> None:
-        self.load(max_rows=256)
+        self.load(max_rows=256, reference=False)
         self.optimizer = FlatAdamW(self.policy.parameters(), self.config.optim)
         self.machine = SftMachine(self.policy, self.optimizer, self.device)
 
@@ -297,21 +357,21 @@ class SftTrainer(Sampler):
         nll = document_nll(self.policy, self.held_out, self.config.optim.tokens_per_pass, self.device)
         if not self.eval_prompts:
             return {"eval/nll": nll}, []
-        metrics, rows = self.greedy(
-            self.eval_prompts, self.scorer, Sampling(self.eval_tokens, temperature=0.0)
-        )
+        metrics, rows = self.scored(self.eval_prompts, self.scorer, self.eval_sampling())
         return {"eval/nll": nll} | metrics, rows
 
-    def describe(self, **where: Any) -> RunInfo:
+    def data_in_words(self) -> str:
         tokens = sum(sum(document.trained) for document in self.data)
         share = tokens / max(1, sum(len(document.ids) for document in self.data))
-        found = f"{self.found}, {len(self.data)} documents, {tokens} trained tokens ({share:.0%})"
+        return f"{self.found}, {len(self.data)} documents, {tokens} trained tokens ({share:.0%})"
+
+    def describe(self, **where: Any) -> RunInfo:
         start = {} if self.adapter is None else {"start": f"the adapter {self.adapter}"}
         facts = self.info(
             objective=SFT_OBJECTIVE,
             steps=self.steps,
             rows=self.config.optim.rows_per_step,
-            details={**start, "data": f"{found}; {len(self.held_out)} held out"},
+            details={**start, "data": f"{self.data_in_words()}; {len(self.held_out)} held out"},
         )
         return RunInfo(**facts, **where)
 
@@ -355,11 +415,11 @@ class DpoTrainer(Sampler):
     def _pairs(self, what: str, preferences: Sequence[Preference]) -> Encoded[Pair]:
         pairs = make_pairs(preferences, self.tokenizer, self.config.data, self.eos)
         self._report(what, pairs)
-        check_context(pairs.longest, 0, self.spec.max_positions)
+        check_context(pairs.longest, 0, self.route.max_positions)
         return pairs
 
     def load_weights(self) -> None:
-        self.load(max_rows=256)
+        self.load(max_rows=256, reference=True)
         self.optimizer = FlatAdamW(self.policy.parameters(), self.config.optim)
         self.machine = DpoMachine(self.policy, self.optimizer, self.device)
 
@@ -374,13 +434,17 @@ class DpoTrainer(Sampler):
         metrics = evaluate_pairs(self.policy, self.held_out, objective, tokens, self.device)
         if not self.eval_prompts:
             return metrics, []
-        sampling = Sampling(self.eval_tokens, temperature=0.0)
-        scored, rows = self.greedy(self.eval_prompts, self.scorer, sampling)
+        scored, rows = self.scored(self.eval_prompts, self.scorer, self.eval_sampling())
         return metrics | scored, rows
 
     def describe(self, **where: Any) -> RunInfo:
         adapter = self.adapter
-        reference = f"the adapter {adapter} as it was loaded" if adapter else "the model without its adapter"
+        if self.config.model.method == "full":
+            reference = "the model as it was loaded"
+        elif adapter and self.config.model.reference == "adapter":
+            reference = f"the adapter {adapter} as it was loaded"
+        else:
+            reference = "the model without its adapter"
         facts = self.info(
             objective=explain_pairs(self.config.objective, reference),
             steps=self.steps,
@@ -388,21 +452,3 @@ class DpoTrainer(Sampler):
             details={"data": f"{self.found}, {len(self.data)} pairs; {len(self.held_out)} held out"},
         )
         return RunInfo(**facts, **where)
-
-
-def _rows(config: Config, rewards: Sequence[Reward], rows: Any) -> tuple[list[Row], str]:
-    """Training rows, with every column that a reward wants, and what they are called."""
-    found = load_rows(config.data.train if rows is None else rows, config.data)
-    for reward in rewards:
-        check_columns(reward, found[0].columns)
-    return found, found.found
-
-
-def _held_out(config: Config, rewards: Sequence[Reward], rows: Any) -> list[Row]:
-    source = config.data.eval if rows is None else rows
-    if source is None:
-        return []
-    found = load_rows(source, config.data, held_out=True)[: config.eval.rows]
-    for reward in rewards:
-        check_columns(reward, found[0].columns)
-    return found

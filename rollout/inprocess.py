@@ -58,9 +58,12 @@ class InProcessEngine:
         n: int,
         sampling: Sampling,
         finished: Callable[[int, Group], None] | None = None,
+        tokens: Callable[[int, int, Sequence[int]], None] | None = None,
     ) -> list[Group]:
         """n completions for each of P prompts: P groups in the prompts' order (see RolloutEngine).
 
+        tokens: called with a prompt's place, a sample's index in its group and its newest ids, as they come.
+        What it or `finished` raises ends the call, and the engine can be used again.
         ValueError for an empty prompt, or one whose completion could leave the model's positions.
         """
         self._check(prompts, n, sampling)
@@ -83,7 +86,7 @@ class InProcessEngine:
             slots, needed = self._room_for(prompts, n, sampling)
             Generation(
                 slots, sampling, decode=self.decode, eos_ids=self.eos_ids, max_rows=self.max_rows,
-                roomy=slots.pool.size >= needed, done=done,
+                roomy=slots.pool.size >= needed, done=done, tokens=tokens,
             ).run(families)  # fmt: skip
         return [groups[i] for i in range(len(prompts))]
 

@@ -41,10 +41,13 @@ class Generation:
         max_rows: int,
         roomy: bool,
         done: Callable[[Family], None],
+        tokens: Callable[[int, int, Sequence[int]], None] | None = None,
     ):
-        """roomy: every row gets all the places that it can need at once. done: told of prompts with no row left."""
+        """roomy: every row gets all the places that it can need at once. done: told of prompts with no row left.
+        tokens: told of new tokens (see InProcessEngine.generate)."""
         self.policy, self.slots, self.pool = slots.policy, slots, slots.pool
         self.limit, self.max_rows, self.roomy, self.done = sampling.max_new_tokens, max_rows, roomy, done
+        self.tokens = tokens
         self.decode, self.eos_ids = decode, frozenset() if sampling.ignore_eos else eos_ids
         self.stops = StopStrings(sampling.stop, decode) if sampling.stop else None
         self.sampler = slots.begin(sampling)
@@ -251,3 +254,5 @@ class Generation:
             del row.ids[length:], row.logprobs[length:], row.full_logprobs[length:]
         elif row.finish is not None:
             row.text = self.decode(spoken)
+        if self.tokens is not None:
+            self.tokens(row.family.index, row.sample, row.ids[checked:])

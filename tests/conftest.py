@@ -209,3 +209,20 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     config = Qwen2Config(**_tiny_sizes(tie_word_embeddings=True))
     return write_random_model(config, tmp_path_factory.mktemp("tiny_qwen2"))
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """random_model("gpt2", n_layer=3) is the folder of a random float32 model of that type, made once per session."""
+    from transformers import AutoConfig
+
+    made: dict[str, Path] = {}
+
+    def make(model_type: str, **changes: Any) -> Path:
+        key = f"{model_type} {sorted(changes.items())}"
+        if key not in made:
+            config = AutoConfig.for_model(model_type, **_tiny_sizes(**changes))
+            made[key] = write_random_model(config, tmp_path_factory.mktemp(model_type))
+        return made[key]
+
+    return make

@@ -66,3 +66,9 @@ def test_the_same_from_the_command_line(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "right_length" in done.stdout
+
+
+def test_the_table_of_models_is_that_of_the_code():
+    from covey.policies.families import families_table
+
+    assert families_table() in README.read_text(encoding="utf-8")

@@ -1,15 +1,15 @@
 """covey: GRPO, SFT and DPO with 4-bit LoRA on the GPU you have.
 
-`covey.grpo`, `covey.sft`, `covey.dpo`, `covey.load_policy`.
+`covey.grpo`, `covey.sft`, `covey.dpo`, `covey.export`, `covey.load_policy`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from covey.rl.api import dpo, grpo, load_policy, sft
+    from covey.rl.api import dpo, export, grpo, load_policy, sft
 
-__all__ = ["dpo", "grpo", "load_policy", "sft"]
+__all__ = ["dpo", "export", "grpo", "load_policy", "sft"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """Reading weights and adapters: 4-bit checkpoints, shards, PEFT adapters to continue, and what is wrong with them."""
 
 import json
+import logging
 import shutil
 import weakref
 from pathlib import Path
@@ -231,7 +232,7 @@ def test_an_adapter_for_another_base_says_whose_it_is(tiny_llama, tiny_qwen2, tm
 
     peft_adapter(tiny_llama, tmp_path / "same")
     load_policy(tiny_llama, adapter=tmp_path / "same", **LORA)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     load_policy(tiny_qwen2, adapter=tmp_path / "same", **LORA)  # of the same sizes: nobody can know
     assert f"was trained on {tiny_llama}; it goes on with {tiny_qwen2}" in caplog.text
 

@@ -190,8 +190,13 @@ def test_models_that_cannot_be_used(tiny_llama: Path) -> None:
 
     config: dict[str, Any] = json.loads((tiny_llama / "config.json").read_text())
     shutil.copytree(tiny_llama, "other")
-    Path("other/config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    refused(covey("sft", "sft.yaml", "model.path=other"), '"gpt2" is not supported yet', "llama")
+    for kind, sentence in (
+        ("t5", 'model_type "t5" is an encoder with a decoder'),
+        ("unheard_of", 'does not know model_type "unheard_of"'),
+        ("gpt2", "the checkpoint has no tensor transformer."),  # the weights are those of a Llama
+    ):
+        Path("other/config.json").write_text(json.dumps({**config, "model_type": kind}))
+        refused(covey("sft", "sft.yaml", "model.path=other"), "other", sentence)
 
     Path("plain_folder").mkdir()
     refused(covey("sft", "sft.yaml", "model.path=plain_folder"), "plain_folder has no config.json")

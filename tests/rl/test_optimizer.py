@@ -249,3 +249,80 @@ def test_the_update_uses_the_scheduled_rate() -> None:
     p.grad.fill_(1.0)
     assert optimizer.step(0, 10)["optim/lr"] == 0.1
     assert p.item() == pytest.approx(-0.1, rel=1e-9)
+
+
+EIGHT_BIT = ["adamw8bit", "paged_adamw8bit"]
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_moments_in_eight_bits_follow_adamw(name: str, device: str) -> None:
+    """The first step rounds nothing that it uses: it is AdamW's. Twenty of them end within a few percent of its way."""
+    section = OptimSection.model_validate(
+        {"lr": 0.01, "optimizer": name, "weight_decay": 0.1, "max_grad_norm": 0.5, "schedule": "linear"}
+    )
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(9000, generator=generator).to(device)
+    exact, rounded = start.double().requires_grad_(), start.clone().requires_grad_()
+    optimizers = [
+        FlatAdamW([exact], section.model_copy(update={"optimizer": "adamw"})),
+        FlatAdamW([rounded], section),
+    ]
+    for step in range(20):
+        gradient = torch.randn(9000, generator=generator).to(device) + 0.3
+        for p, optimizer in zip((exact, rounded), optimizers, strict=True):
+            (p * gradient).sum().backward()
+            optimizer.step(step, 20, zero_grad=True)
+        if step == 0:
+            torch.testing.assert_close(rounded.double(), exact, rtol=0, atol=2e-6)
+    moved = (exact - start).norm()
+    assert (rounded.double() - exact).norm() < 0.05 * moved
+    state = optimizers[1].state_dict()
+    assert state["0/state1"].dtype == state["0/state2"].dtype == torch.uint8 and state["0/step"] == 20
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_resume_in_eight_bits_is_bit_equal(name: str, device: str) -> None:
+    """In a buffer of 8 bits, and in one so small that bitsandbytes keeps 32."""
+    section = OptimSection.model_validate({"lr": 0.05, "optimizer": name})
+    start = [
+        torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device) for size in (5000, 60)
+    ]
+
+    def train(params: list[torch.Tensor], optimizer: FlatAdamW, steps: range) -> None:
+        for step in steps:
+            sum(((p - 1) ** 4).sum() for p in params).backward()  # type: ignore[union-attr]
+            optimizer.step(step, 5, zero_grad=True)
+
+    straight = [p.clone().requires_grad_() for p in start]
+    train(straight, FlatAdamW(straight, section), range(5))
+    first = [p.clone().requires_grad_() for p in start]
+    optimizer = FlatAdamW(first, section)
+    train(first, optimizer, range(2))
+    saved = {
+        k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v
+        for k, v in optimizer.state_dict().items()
+    }
+    second = [p.detach().clone().requires_grad_() for p in first]
+    resumed = FlatAdamW(second, section)
+    resumed.load_state_dict(saved)
+    train(second, resumed, range(2, 5))
+    assert all(torch.equal(a, b) for a, b in zip(second, straight, strict=True))
+
+    with pytest.raises(ValueError, match=r"another one: resume with the optim\.optimizer"):
+        FlatAdamW(second, OptimSection()).load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"another one: resume with the optim\.optimizer"):
+        plain = FlatAdamW(second, OptimSection())
+        plain.step(0, 1)
+        resumed.load_state_dict(plain.state_dict())
+
+
+def test_where_bitsandbytes_has_no_eight_bits_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
+    with pytest.raises(
+        ValueError, match=r"optim\.optimizer: bitsandbytes .* has no adamw8bit on CPU: use adamw"
+    ):
+        FlatAdamW([torch.zeros(3, requires_grad=True)], OptimSection(optimizer="adamw8bit"))

@@ -1,0 +1,101 @@
+"""Which sampler a run gets: the one of the house, vLLM in this process, or vLLM servers."""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.policies.decoder import DecoderPolicy
+from covey.policies.hf import HFPolicy
+from covey.policies.memory import MOMENTS
+from covey.policies.tokenizer import decode_completion
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
+from covey.rl.distributed import world_size
+from covey.rollout.engine import RolloutEngine
+from covey.rollout.local import local_engine
+from covey.rollout.vllm_http import Server
+from covey.rollout.vllm_local import open_vllm
+from covey.rollout.vllm_server import VllmServers
+from covey.rollout.vllm_versions import Serving, VllmError
+
+
+def make_engine(
+    config: GrpoConfig | SftConfig | DpoConfig,
+    policy: DecoderPolicy | HFPolicy,
+    folder: Path,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    max_rows: int,
+    max_positions: int,
+) -> RolloutEngine:
+    """The engine that the configuration names, with the policy's weights; SFT and DPO sample with that of the house.
+
+    folder: the base model. eos_ids: any of them ends a completion. max_rows: completions at a time.
+    max_positions: of the model.
+    """
+
+    def decode(ids: Sequence[int]) -> str:
+        return decode_completion(tokenizer, ids, eos_ids)
+
+    if not isinstance(config, GrpoConfig) or config.rollout.engine == "inprocess":
+        return local_engine(policy, decode, eos_ids, max_rows=max_rows)
+    if world_size() > 1:
+        raise VllmError(
+            f"rollout.engine: {config.rollout.engine} samples for one training process; use inprocess"
+        )
+    section, adapter = config.rollout.vllm, _adapter_config(config, policy)
+    dtype = str(policy.dtype).removeprefix("torch.")
+    needs = serving(config, folder, dtype, None if adapter is None else adapter["r"], max_positions)
+    engine: RolloutEngine
+    if config.rollout.engine == "vllm":
+        trained = sum(parameter.numel() for parameter in policy.parameters())
+        engine = open_vllm(
+            needs,
+            decode,
+            eos_ids,
+            adapter=adapter,
+            device=policy.device,
+            share=section.memory,
+            reserve=int(MOMENTS[config.optim.optimizer] * trained),
+        )
+    else:
+        engine = VllmServers(
+            [Server(url, timeout=section.timeout) for url in section.urls],
+            [config.model.path, str(folder)],
+            decode,
+            eos_ids,
+            adapter=adapter,
+            max_length=needs.max_length,
+            dtype=policy.dtype,
+            exchange=section.exchange,
+        )
+    engine.update(policy.weights(), 0)
+    return engine
+
+
+def serving(config: GrpoConfig, folder: Path, dtype: str, rank: int | None, max_positions: int) -> Serving:
+    """What a vLLM for this run must be started with. rank: of the adapter, None for full finetuning."""
+    rollout = config.rollout
+    longest = max(rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    base = rollout.vllm.base
+    if base == "auto":
+        base = "nf4" if config.model.method == "qlora" else "unquantised"
+    return Serving(
+        folder,
+        dtype,
+        base,
+        min(config.data.max_prompt_tokens + longest, max_positions),
+        rollout.max_rows,
+        rank,
+        rollout.vllm.args,
+    )
+
+
+def _adapter_config(config: GrpoConfig, policy: DecoderPolicy | HFPolicy) -> Mapping[str, Any] | None:
+    """What PEFT's adapter_config.json says of the policy's adapter; None if it has none."""
+    if config.model.method == "full":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save_adapter(folder)
+        return json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))
