@@ -62,7 +62,7 @@ def load_policy(
     folder = locate_model(str(path))
     spec = read_spec(folder, context)
     where = torch.device(pick_device(device))
-    compute = _pick_dtype(dtype, where, method)
+    compute = pick_dtype(dtype, where, method)
     resident, keep = _plan_memory(memory, spec, where, compute, method, tokens_per_pass)
     place = {"compute_dtype": compute, "device": where}
     if adapter is None:
@@ -196,13 +196,16 @@ def pick_device(device: str) -> str:
     return device
 
 
-def _pick_dtype(dtype: str, device: torch.device, method: str) -> torch.dtype:
+def pick_dtype(dtype: str, device: torch.device, method: str) -> torch.dtype:
+    """The compute dtype that `model.dtype` means; auto is bfloat16 on a GPU, else float32. Raises ModelError."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
         raise ModelError(f'model.dtype: "{dtype}" is not one of auto, {", ".join(DTYPES)}')
     if dtype == "float64" and method == "qlora":
-        raise ModelError('model.dtype: float64 needs method "lora": bitsandbytes does not quantise float64')
+        raise ModelError(
+            'model.dtype: float64 needs method "lora" or "full": bitsandbytes does not quantise float64'
+        )
     return DTYPES[dtype]
 
 

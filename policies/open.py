@@ -12,7 +12,7 @@ import torch
 from covey.policies.adapter import read_adapter
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.hf import HFPolicy, max_positions
-from covey.policies.load import DTYPES, load_policy, pick_device
+from covey.policies.load import load_policy, pick_device, pick_dtype
 from covey.policies.locate import ModelError, locate_model
 from covey.policies.memory import read_sizes
 from covey.policies.spec import OutsideDecoder, read_spec
@@ -133,22 +133,10 @@ def open_policy(
     where = torch.device(pick_device(device))
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    compute = _pick_dtype(dtype, where, method)
+    compute = pick_dtype(dtype, where, method)
     return load_hf_policy(
         folder, method=method, dtype=compute, device=where, reference=reference, **(common | lora)
     )
-
-
-def _pick_dtype(dtype: str, device: torch.device, method: str) -> torch.dtype:
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
-        raise ModelError(f'model.dtype: "{dtype}" is not one of auto, {", ".join(DTYPES)}')
-    if dtype == "float64" and method == "qlora":
-        raise ModelError(
-            'model.dtype: float64 needs method "lora" or "full": bitsandbytes does not quantise float64'
-        )
-    return DTYPES[dtype]
 
 
 def _beyond_decoder(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from covey.kernels.sample_inputs import draw
 from covey.rollout.engine import Completion, Finish, Group, Prompt, Sampling
-from covey.rollout.sampling import Sampler, check_sampling, draw_states
+from covey.rollout.sampling import Sampler, check_request, draw_states
 from covey.rollout.stops import StopStrings
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class GenerateEngine:
 
         ValueError for an empty prompt, or one whose completion could leave the model's positions.
         """
-        self._check(prompts, n, sampling)
+        check_request(prompts, n, sampling, self.policy.max_positions)
         groups: dict[int, Group] = {}
         with self.policy.generating() as model:
             for wave in self._waves(prompts, n):
@@ -95,21 +95,6 @@ class GenerateEngine:
 
     def wake(self) -> None:
         """Nothing to take."""
-
-    def _check(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> None:
-        check_sampling(sampling)
-        if n < 1:
-            raise ValueError(f"n is {n}: ask for at least one completion per prompt")
-        limit = self.policy.max_positions
-        for prompt in prompts:
-            if not prompt.ids:
-                raise ValueError(f"the prompt of row {prompt.row} is empty: there is nothing to go on from")
-            if len(prompt.ids) + sampling.max_new_tokens > limit:
-                raise ValueError(
-                    f"the prompt of row {prompt.row} has {len(prompt.ids)} tokens; with max_new_tokens "
-                    f"{sampling.max_new_tokens} that is more than the {limit} positions of the model: "
-                    "leave the row out, shorten it or lower max_new_tokens"
-                )
 
     def _waves(self, prompts: Sequence[Prompt], n: int) -> Iterator[list[int]]:
         """Prompts that run together, of similar length; of equal length where padding would enter a layer's state."""

@@ -15,7 +15,7 @@ from covey.rollout.engine import Completion, Group, Prompt, Sampling
 from covey.rollout.memory import Room, keeps_asleep, make_room
 from covey.rollout.prefill import PREFILL_TOKENS
 from covey.rollout.rows import Family, Row
-from covey.rollout.sampling import check_sampling, draw_states
+from covey.rollout.sampling import check_request, draw_states
 from covey.rollout.schedule import Generation
 from covey.rollout.slots import Slots
 
@@ -66,7 +66,7 @@ class InProcessEngine:
         What it or `finished` raises ends the call, and the engine can be used again.
         ValueError for an empty prompt, or one whose completion could leave the model's positions.
         """
-        self._check(prompts, n, sampling)
+        check_request(prompts, n, sampling, self.policy.spec.max_positions)
         if not prompts:
             return []
         families = [Family(index, prompt) for index, prompt in enumerate(prompts)]
@@ -108,21 +108,6 @@ class InProcessEngine:
 
     def wake(self) -> None:
         """Nothing to take yet: `generate` knows how much it needs."""
-
-    def _check(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> None:
-        check_sampling(sampling)
-        if n < 1:
-            raise ValueError(f"n is {n}: ask for at least one completion per prompt")
-        limit = self.policy.spec.max_positions
-        for prompt in prompts:
-            if not prompt.ids:
-                raise ValueError(f"the prompt of row {prompt.row} is empty: there is nothing to go on from")
-            if len(prompt.ids) + sampling.max_new_tokens > limit:
-                raise ValueError(
-                    f"the prompt of row {prompt.row} has {len(prompt.ids)} tokens; with max_new_tokens "
-                    f"{sampling.max_new_tokens} that is more than the {limit} positions of the model: "
-                    "leave the row out, shorten it or lower max_new_tokens"
-                )
 
     def _room_for(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> tuple[Slots, int]:
         """Slots and a pool that do for this call, from an earlier one if they do; and how many places it can need."""

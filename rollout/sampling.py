@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covey.kernels.sample import log_prob, sample
 from covey.kernels.sample_inputs import PROMPT, draw, penalize, splitmix64
-from covey.rollout.engine import Sampling
+from covey.rollout.engine import Prompt, Sampling
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -40,6 +40,22 @@ def check_sampling(sampling: Sampling) -> None:
             raise ValueError(f"logit_bias has {token}: {bias}; give token ids, from 0 on, and finite numbers")
     if "" in sampling.stop:
         raise ValueError("stop holds an empty string, which every text contains: remove it")
+
+
+def check_request(prompts: Sequence[Prompt], n: int, sampling: Sampling, positions: int) -> None:
+    """ValueError for what cannot be sampled by a model with so many positions."""
+    check_sampling(sampling)
+    if n < 1:
+        raise ValueError(f"n is {n}: ask for at least one completion per prompt")
+    for prompt in prompts:
+        if not prompt.ids:
+            raise ValueError(f"the prompt of row {prompt.row} is empty: there is nothing to go on from")
+        if len(prompt.ids) + sampling.max_new_tokens > positions:
+            raise ValueError(
+                f"the prompt of row {prompt.row} has {len(prompt.ids)} tokens; with max_new_tokens "
+                f"{sampling.max_new_tokens} that is more than the {positions} positions of the model: "
+                "leave the row out, shorten it or lower max_new_tokens"
+            )
 
 
 class Sampler:
