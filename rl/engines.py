@@ -78,18 +78,21 @@ def serving(config: GrpoConfig, folder: Path, dtype: str, rank: int | None, max_
     """What a vLLM for this run must be started with. rank: of the adapter, None for full finetuning."""
     rollout = config.rollout
     longest = max(rollout.max_new_tokens, config.eval.max_new_tokens or 0)
-    base = rollout.vllm.base
-    if base == "auto":
-        base = "nf4" if config.model.method == "qlora" else "unquantised"
     return Serving(
         folder,
         dtype,
-        base,
+        base_weights(config),
         min(config.data.max_prompt_tokens + longest, max_positions),
         rollout.max_rows,
         rank,
         rollout.vllm.args,
     )
+
+
+def base_weights(config: GrpoConfig) -> str:
+    """How vLLM holds the base model: nf4, unquantised or fp8."""
+    auto = "nf4" if config.model.method == "qlora" else "unquantised"
+    return auto if config.rollout.vllm.base == "auto" else config.rollout.vllm.base
 
 
 def _adapter_config(config: GrpoConfig, policy: DecoderPolicy | HFPolicy) -> Mapping[str, Any] | None:

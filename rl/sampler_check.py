@@ -17,6 +17,7 @@ from torch import Tensor
 from covey.policies.policy import Batch, Policy
 from covey.rl.batch import pack, split, to_device
 from covey.rl.config import GrpoConfig
+from covey.rl.engines import base_weights
 from covey.rl.grpo import step_sampling
 from covey.rollout.engine import Prompt, RolloutEngine, Sampling
 
@@ -56,7 +57,7 @@ def check_start(
     apart = (
         f"{found.mean:.1e} from the trainer's on average, {found.largest:.1e} at most ({found.tokens} tokens)"
     )
-    return {"sampler": f"{config.rollout.engine}: log-probs {apart}"}
+    return {"sampler": f"{config.rollout.engine}, {base_weights(config)} weights: log-probs {apart}"}
 
 
 def check_sampler(

@@ -19,11 +19,12 @@ from covey.rl.documents import Document, documents_of
 from covey.rl.files import DataError
 from covey.rl.loop import Results
 from covey.rl.rows import held_out_rows
+from covey.rl.sampler import Sampler
 from covey.rl.sft import sft_step
 from covey.rl.shapes import find_columns
 from covey.rl.sources import open_stream
 from covey.rl.templates import Encoder, check_context
-from covey.rl.trainers import Sampler, SftTrainer
+from covey.rl.trainers import SftTrainer
 from covey.rl.turns import Turns
 
 logger = logging.getLogger(__name__)

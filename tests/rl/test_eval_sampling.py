@@ -10,7 +10,7 @@ import pytest
 
 from covey.rl.config import DpoConfig, EvalSection, GrpoConfig, SftConfig
 from covey.rl.config_file import ConfigError, dump_config, load_config
-from covey.rl.trainers import Sampler
+from covey.rl.sampler import Sampler
 from covey.rollout.engine import Sampling
 from covey.rollout.sampling import check_sampling
 

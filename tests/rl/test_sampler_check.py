@@ -18,7 +18,7 @@ SAMPLING = Sampling(64, temperature=0.7, seed=3)
 
 
 def policy_of(folder: Path, **options: Any) -> Any:
-    settings = {"method": "lora", "dtype": "float32", "device": "cpu", "reference": "none"}
+    settings: dict[str, Any] = {"method": "lora", "dtype": "float32", "device": "cpu", "reference": "none"}
     return open_policy(folder, **settings | options)
 
 
@@ -95,7 +95,7 @@ def test_log_probs_that_are_no_numbers_do_not_pass(tiny_qwen2: Path, monkeypatch
     policy = policy_of(tiny_qwen2)
     sampler = Sampler(policy_of(tiny_qwen2))
     with torch.no_grad():
-        for name, weight in policy.weights().items():
+        for weight in policy.weights().values():
             weight.fill_(float("nan"))
     with pytest.raises(SamplerMismatch, match="nan nats"):
         check(sampler, policy)

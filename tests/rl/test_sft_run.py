@@ -158,7 +158,7 @@ def command(tmp_path: Path, rows: Any, *arguments: str) -> list[str]:
 
 
 def test_dump_batch_shows_what_is_trained_without_weights(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("covey.rl.trainers.open_policy", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("covey.rl.sampler.open_policy", lambda *_, **__: pytest.fail("weights were loaded"))
     rows = [{"prompt": "a>", "completion": "é b"}, {"prompt": "b>", "completion": "c" * 9}]
     settings = ["optim.steps=1", "data.shuffle=false", "data.max_tokens=8", "data.overlong=drop"]
     printed = CliRunner().invoke(app, [*command(tmp_path, rows, *settings), "--dump-batch", "5"])

@@ -1,7 +1,7 @@
-"""Stands-ins for vLLM: a server that answers as `vllm serve` 0.32 does, and real vLLM's tests left out without vLLM.
+"""Stand-ins for vLLM: a server that answers as `vllm serve` 0.32 does, and real vLLM's tests left out without vLLM.
 
-The replies have the shape, field by field, of recorded ones. What the server samples comes from covey's own sampler, on the
-weights that it was given over HTTP: so log-probs are right, and stale or wrong weights show.
+The replies have the shape, field by field, of recorded ones. What the server samples comes from covey's own sampler, on
+the weights that it was given over HTTP: so log-probs are right, and stale or wrong weights show.
 """
 
 import importlib.util
@@ -123,9 +123,8 @@ class FakeServer:
             return _error(404, "NotFoundError", f"The model `{body['model']}` does not exist.")
         present = self.policies[body["model"]] or policy_of(self.folder)
         policy = self.cached.setdefault((body["model"], tuple(body["prompt"])), present)
-        keys = (
-            "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed".split()
-        )
+        keys = ["temperature", "top_p", "top_k", "min_p", "seed"]
+        keys += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
         bias = {int(token): value for token, value in (body["logit_bias"] or {}).items()}
         sampling = Sampling(
             body["max_tokens"], stop=tuple(body["stop"]), logit_bias=bias, **{key: body[key] for key in keys}
@@ -164,7 +163,9 @@ def _choice(index: int, completion: Completion, prompt: list[int]) -> dict[str, 
     ended = completion.finish == "eos"
     return {
         "index": index, "text": completion.text,
-        "logprobs": {"text_offset": [0] * len(names), "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops},
+        "logprobs": {
+            "text_offset": [0] * len(names), "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops
+        },
         "finish_reason": "stop" if ended else completion.finish, "stop_reason": completion.ids[-1] if ended else None,
         "token_ids": list(completion.ids), "prompt_logprobs": None, "prompt_token_ids": prompt, "routed_experts": None,
     }  # fmt: skip
