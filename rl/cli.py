@@ -15,6 +15,14 @@ import typer
 
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig, SftOptimSection
 from covey.rl.config_file import dump_config, load_config, recipes
+from covey.rl.doctor import HELP as DOCTOR_HELP
+from covey.rl.doctor import doctor
+from covey.rl.export.cli import HELP as EXPORT_HELP
+from covey.rl.export.cli import export
+from covey.rl.rewards_cli import app as rewards
+from covey.rl.rollout_server import HELP as SERVER_HELP
+from covey.rl.rollout_server import rollout_server
+from covey.rl.serving.cli import CHAT_HELP, SERVE_HELP, chat, serve
 
 HELP = """
 Turns a language model into a reasoning model on the GPU you have.
@@ -186,6 +194,16 @@ def dpo(
     _run("dpo", start, recipe, overrides, name, debug)
 
 
+app.add_typer(rewards, name="rewards")
+app.command(help=DOCTOR_HELP, short_help="Say how a model is trained, and in how much memory.")(doctor)
+app.command(help=EXPORT_HELP, short_help="Write a trained model for transformers, vLLM or llama.cpp.")(export)
+app.command(help=CHAT_HELP, short_help="Talk to a model in the terminal.")(chat)
+app.command(help=SERVE_HELP, short_help="Serve a model over HTTP as OpenAI does.")(serve)
+app.command("rollout-server", help=SERVER_HELP, short_help="Start a vLLM server to sample from.")(
+    rollout_server
+)
+
+
 def main() -> None:
     """The console script `covey`."""
     for argument in sys.argv[1:]:
@@ -256,7 +274,8 @@ def _print_dry_run(config: GrpoConfig | SftConfig | DpoConfig, plan: list[str], 
     """The plan is a comment, so that the output is a recipe again."""
     lora, run = config.lora, config.run
     lines = [
-        f"model    {config.model.path}: {config.model.method}, LoRA rank {lora.rank} on {lora.targets}",
+        f"model    {config.model.path}: {config.model.method}"
+        + ("" if config.model.method == "full" else f", LoRA rank {lora.rank} on {lora.targets}"),
         *plan,
         f"folder   {run.dir}/{run.name or '(named after command, model and time)'}",
     ]
@@ -294,7 +313,8 @@ def _sft_plan(config: SftConfig) -> list[str]:
 def _dpo_plan(config: DpoConfig) -> list[str]:
     objective, optim = config.objective, config.optim
     extra = f", plus {objective.sft_weight:g} x SFT on the chosen" if objective.sft_weight else ""
-    reference = config.model.adapter or "the model without its adapter"
+    whole = config.model.method == "full"
+    reference = config.model.adapter or f"the model {'as it was loaded' if whole else 'without its adapter'}"
     return [
         f"data     {config.data.train}, preference pairs",
         f"step     {optim.rows_per_step} pairs of up to {config.data.max_tokens} tokens a side",
