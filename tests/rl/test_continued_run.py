@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import covey
+from covey.policies.decoder import DecoderPolicy
 from covey.rl.checkpoint import RunError, find_adapter, save_checkpoint
 from covey.rl.cli import app
 from covey.rl.metrics import Metrics
@@ -32,14 +33,14 @@ def test_the_reference_is_the_adapter_as_it_was_loaded(tmp_path: Path):
         rollout={"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6}, objective={"beta": 0.1},
         optim={"steps": 2, "lr": 1e-2}, run={"dir": str(tmp_path / "grpo")},
     )  # fmt: skip
+    assert isinstance(second.policy, DecoderPolicy)
     assert second.policy.adapter.rank == 4  # the adapter's own, not the default of 16
     kl = second.metrics.column("kl/reference")
     assert kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-6
     # Against the base model it would not be 0: the adapter has moved.
-    policy = covey.load_policy("tiny", adapter=first.adapter, device="cpu")
-    assert not torch.equal(
-        policy.forward_logits([97, 98]), covey.load_policy("tiny").forward_logits([97, 98])
-    )
+    moved, base = covey.load_policy("tiny", adapter=first.adapter, device="cpu"), covey.load_policy("tiny")
+    assert isinstance(moved, DecoderPolicy) and isinstance(base, DecoderPolicy)
+    assert not torch.equal(moved.forward_logits([97, 98]), base.forward_logits([97, 98]))
     assert signal.getsignal(signal.SIGINT) == handler  # a run gives Ctrl-C back
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import covey
+from covey.policies.decoder import DecoderPolicy
 from covey.policies.locate import locate_model
 from covey.rl.cli import app
 from covey.rl.config import DpoConfig, GrpoConfig
@@ -168,7 +169,7 @@ def test_after_sft_its_adapter_is_the_reference(tmp_path: Path, capsys: pytest.C
     assert run.metrics[1]["dpo/loss"] < 0.69
     printed = capsys.readouterr().out
     assert f"reference  the adapter {first.adapter} as it was loaded" in printed
-    assert run.policy.adapter.rank == 4
+    assert isinstance(run.policy, DecoderPolicy) and run.policy.adapter.rank == 4
     train(tmp_path / "base", ROWS, optim={"steps": 1})
     assert "reference  the model without its adapter" in capsys.readouterr().out
 

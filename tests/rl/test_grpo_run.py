@@ -90,7 +90,7 @@ def test_an_easy_reward_is_learned_and_everything_is_left_behind(tmp_path: Path)
     greedy = peft_model(run.adapter).generate(input_ids=prompt, max_new_tokens=8, do_sample=False)
     assert bytes(i for i in greedy[0, 6:].tolist() if i < 256).decode("utf-8", "replace") == text
     for name, tensor in adapter(run.adapter).items():
-        torch.testing.assert_close(run.policy.adapter.weights()[name], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(run.policy.weights()[name], tensor, rtol=0, atol=0)
     assert "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight" in adapter(run.adapter)
 
 
