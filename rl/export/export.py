@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
+from covey.policies.spec import WITH_IMAGES
 from covey.policies.tokenizer import check_vocabulary, load_tokenizer
 from covey.rl.checkpoint import RunError
 from covey.rl.export.compare import compare
@@ -72,6 +73,11 @@ def export(
     tokenizer = load_tokenizer(found.base, found.chat_template)
     config = _config(found.base)
     check_vocabulary(tokenizer, config.vocab_size)
+    if to != "adapter" and read_json(found.base / "config.json").get("model_type") in WITH_IMAGES:
+        raise ExportError(
+            f"{found.base} reads images too; merging into such models is not supported yet: export the adapter, which "
+            "PEFT puts beside the whole model"
+        )
     tensors = Tensors.of_model(found.base)
     as_trained = base == DEQUANTISED or (base is None and found.method == "qlora")
     dequantise = as_trained and to != "adapter" and not tensors.in_4_bits

@@ -148,6 +148,13 @@ def test_a_tokenizer_that_exceeds_the_embedding(adapter: Path, base: Path) -> No
     refused(adapter, r"goes up to id 270 .* the embedding has 270 rows", kind=ModelError, base=str(base))
 
 
+def test_a_base_that_reads_images(adapter: Path, base: Path) -> None:
+    change(adapter / "adapter_config.json", base_model_name_or_path=str(base))
+    change(base / "config.json", model_type="gemma3")
+    for to in ("merged", "gguf"):
+        refused(adapter, "reads images too; .* export the adapter", to)
+
+
 def test_options(adapter: Path) -> None:
     refused(adapter, r'to: "onnx" is not one of adapter, merged, gguf', to="onnx")
     refused(adapter, r'dtype: "int8" is not one of float32, bfloat16, float16', dtype="int8")
