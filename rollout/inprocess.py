@@ -84,10 +84,14 @@ class InProcessEngine:
         with torch.no_grad():
             self.policy.refresh()
             slots, needed = self._room_for(prompts, n, sampling)
-            Generation(
-                slots, sampling, decode=self.decode, eos_ids=self.eos_ids, max_rows=self.max_rows,
-                roomy=slots.pool.size >= needed, done=done, tokens=tokens,
-            ).run(families)  # fmt: skip
+            try:
+                Generation(
+                    slots, sampling, decode=self.decode, eos_ids=self.eos_ids, max_rows=self.max_rows,
+                    roomy=slots.pool.size >= needed, done=done, tokens=tokens,
+                ).run(families)  # fmt: skip
+            finally:
+                if slots.pool.free < slots.pool.size:  # an error came between taking places and using them
+                    self._slots = None
         return [groups[i] for i in range(len(prompts))]
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:

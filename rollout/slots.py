@@ -163,7 +163,8 @@ class Slots:
 
     def _record(self, size: int) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory):
+        # Other threads may use the GPU meanwhile, such as a reward model's.
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
             self._step(size)
         self._graph_memory = self._graph_memory or graph.pool()
         self.graphs[size] = graph

@@ -428,6 +428,17 @@ def test_nothing_is_computed_after_the_last_token(tiny_llama, monkeypatch):
     ]  # each prompt but its last token once per group, then a pass for each token
 
 
+def test_an_error_between_taking_places_and_using_them_loses_none(tiny_llama, monkeypatch):
+    engine, prompts = engine_of(tiny_llama), mixed_prompts()
+    expected = ids_of(engine.generate(prompts, 3, Sampling(9, seed=1)))
+    with monkeypatch.context() as broken:
+        broken.setattr(schedule, "prefill", lambda *_: pytest.fail("out of memory"))
+        with pytest.raises(pytest.fail.Exception, match="out of memory"):
+            engine.generate(prompts, 3, Sampling(9, seed=1))
+    assert ids_of(engine.generate(prompts, 3, Sampling(9, seed=1))) == expected
+    assert engine._slots is not None and engine._slots.pool.free == engine._slots.pool.size
+
+
 def test_no_prompts(tiny_llama):
     assert engine_of(tiny_llama).generate([], 4, Sampling()) == []
 
