@@ -7,12 +7,12 @@ import json
 import re
 import shlex
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from covey.rl.commands import Debug, fail, sentences
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig, SftOptimSection
 from covey.rl.config_file import dump_config, load_config, recipes
 from covey.rl.doctor import HELP as DOCTOR_HELP
@@ -96,7 +96,6 @@ DumpBatch = Annotated[
         metavar="N", min=0, help="Print the first N documents with their trained tokens marked, then stop."
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -209,7 +208,7 @@ def main() -> None:
     for argument in sys.argv[1:]:
         if re.match(r"--\w+\.\w", argument):
             key = argument.removeprefix("--").split("=")[0]
-            _fail(f"{argument}: keys of the recipe are written without dashes: {key}=VALUE")
+            fail(f"{argument}: keys of the recipe are written without dashes: {key}=VALUE")
             sys.exit(2)
     app(prog_name="covey")
 
@@ -232,17 +231,13 @@ def _run(
     `start` returns the folder of a run that was stopped early and saved, else None.
     """
     if recipe is None or "=" in recipe:
-        _fail(f"covey {command} needs a recipe first. {_how_to_start(command)}")
+        fail(f"covey {command} needs a recipe first. {_how_to_start(command)}")
         raise typer.Exit(2)
-    try:
-        resumable = start()
-    except KeyboardInterrupt:
-        resumable = "auto"
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        _explain(error, debug)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+    with sentences(debug):
+        try:
+            resumable = start()
+        except KeyboardInterrupt:
+            resumable = "auto"
     if resumable is not None:
         words = ["covey", command, recipe, *(overrides or []), *(["--name", name] if name else [])]
         typer.echo(f"interrupted. Go on with: {shlex.join([*words, '--resume', resumable])}", err=True)
@@ -255,19 +250,6 @@ def _how_to_start(command: str) -> str:
         f"Try: covey {command} {examples[command]}, or write your own YAML file (covey {command} --help). "
         f"Recipes that come with covey: {', '.join(recipes())}."
     )
-
-
-def _explain(error: Exception, debug: bool) -> None:
-    """Our own errors are sentences already; any other is named, and says how to see where it came from."""
-    if type(error).__module__.startswith("covey."):
-        for line in str(error).splitlines():
-            _fail(line)
-    else:
-        _fail(f"{type(error).__name__}: {error}" + ("" if debug else "\n(--debug shows where)"))
-
-
-def _fail(sentence: str) -> None:
-    typer.echo(f"error: {sentence}", err=True)
 
 
 def _print_dry_run(config: GrpoConfig | SftConfig | DpoConfig, plan: list[str], resume: str | None) -> None:

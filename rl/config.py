@@ -57,6 +57,11 @@ class LoraSection(Section):
     dora: bool = False
     modules_to_save: list[str] = []  # trained whole beside the adapter, for example [lm_head]
 
+    @property
+    def path_options(self) -> dict[str, Any]:
+        """What decides, with the model, which path it takes (policies/open.py)."""
+        return self.model_dump(include={"targets", "dropout", "dora", "modules_to_save"})
+
 
 class DataSection(Section):
     train: Source  # a file, folder or glob, a hub id "name[:config[:split]]", "task:NAME"; or a list (docs/data.md)

@@ -1,11 +1,11 @@
 """`covey doctor MODEL`: how a model would be trained here, why so, and in how much memory. Heavy imports wait."""
 
-import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covey.rl.commands import Debug, sentences
 from covey.rl.config import SftConfig
 from covey.rl.config_file import load_config
 
@@ -28,21 +28,15 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, hub id, .
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys of a recipe: model, lora, optim.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def doctor(model: Model, overrides: Overrides = None, debug: Debug = False) -> None:
     """The command."""
-    try:
+    with sentences(debug):
         given = {"model": {"path": model}, "data": {"train": "none"}, "optim": {"steps": 1}}
         config = load_config(given, overrides or [], SftConfig)
         for line in examine(config):
             typer.echo(line)
-    except (ValueError, RuntimeError) as error:
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
 
 
 def examine(config: SftConfig) -> Iterator[str]:
@@ -58,7 +52,7 @@ def examine(config: SftConfig) -> Iterator[str]:
     section, lora, optim = config.model, config.lora, config.optim
     folder = _with_config(find_model(section.path))
     adapter = None if section.adapter is None else find_adapter(_path(section.adapter))
-    options = lora.model_dump(include={"targets", "dropout", "dora", "modules_to_save"})
+    options = lora.path_options
     route = choose_path(folder, method=section.method, adapter=adapter, context=section.context, **options)
     known = causal_config(folder)
     sizes = read_sizes(known)

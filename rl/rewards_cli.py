@@ -3,16 +3,14 @@
 Exit codes: 0 nothing is wrong, 1 a reward failed or looks wrong, 2 something the user wrote is wrong.
 """
 
-import contextlib
 import inspect
 import math
 import textwrap
-import traceback
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covey.rl.commands import Debug, sentences
 from covey.rl.config import DataSection, GrpoConfig
 from covey.rl.config_file import load_config
 from covey.rl.config_yaml import parse_scalar
@@ -63,7 +61,6 @@ Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="As timeo
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file or a shipped recipe's name.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Change single keys.")]
 CheckRows = Annotated[int, typer.Option(min=1, help="How many rows of the data.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 @app.command("list", short_help="Show the built-in rewards.")
@@ -94,7 +91,7 @@ def try_reward(
     timeout: Timeout = None,
     debug: Debug = False,
 ) -> None:
-    with _sentences(debug):
+    with sentences(debug):
         if (completions is None) == (not completion):
             raise ValueError("give either --completions FILE or --completion TEXT")
         from covey.rewards.reward import RewardSpec, load_reward
@@ -117,7 +114,7 @@ def try_reward(
 def check_recipe(
     recipe: Recipe, overrides: Overrides = None, rows: CheckRows = 4, debug: Debug = False
 ) -> None:
-    with _sentences(debug):
+    with sentences(debug):
         from covey.rl.reward_trials import check
 
         wrong = 0
@@ -126,21 +123,6 @@ def check_recipe(
             wrong += len(report.wrong)
         if wrong:
             raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _sentences(debug: bool) -> Iterator[None]:
-    """Errors as sentences with an exit code."""
-    try:
-        yield
-    except typer.Exit:  # a RuntimeError too
-        raise
-    except (ValueError, RuntimeError) as error:
-        if debug:
-            traceback.print_exc()
-        for line in str(error).splitlines():
-            typer.echo(f"error: {line}", err=True)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 import json
 import os
 import shlex
-import traceback
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from covey.rl.commands import Debug, sentences
 from covey.rl.config import GrpoConfig
 from covey.rl.config_file import load_config
 
@@ -33,7 +33,6 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help
 Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for other machines.")]
 Port = Annotated[int, typer.Option(help="The port to listen on.")]
 Show = Annotated[bool, typer.Option("--dry-run", help="Print the command, then stop.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def rollout_server(
@@ -45,17 +44,12 @@ def rollout_server(
     debug: Debug = False,
 ) -> None:
     """The command; where all is well, vLLM takes the place of this process."""
-    try:
+    with sentences(debug):
         given = overrides or []
         first = next((i for i, text in enumerate(given) if text.startswith("-")), len(given))
         url = f"http://{host}:{port}"
         command, environment = serve(model, given[:first], url, host, port)
         command += given[first:]
-    except (ValueError, RuntimeError) as error:
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
     switches = " ".join(f"{name}={value}" for name, value in environment.items())
     typer.echo(f"{switches} {shlex.join(command)}")
     if dry_run:
@@ -89,7 +83,7 @@ def serve(
     vllm_versions.check_version(version)
     folder = locate_model(find_model(section.path))
     adapter = None if section.adapter is None else find_adapter(Path(section.adapter).expanduser())
-    options = config.lora.model_dump(include={"targets", "dropout", "dora", "modules_to_save"})
+    options = config.lora.path_options
     route = choose_path(folder, method=section.method, adapter=adapter, context=section.context, **options)
     rank = None if section.method == "full" else config.lora.rank
     if adapter is not None:

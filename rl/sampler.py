@@ -50,7 +50,7 @@ class Sampler:
             )
         self.adapter = None if model.adapter is None else find_adapter(Path(model.adapter).expanduser())
         self.folder = locate_model(find_model(model.path))
-        self.options = lora.model_dump(include={"targets", "dropout", "dora", "modules_to_save"})
+        self.options = lora.path_options
         self.options["context"] = model.context
         self.route = choose_path(self.folder, method=model.method, adapter=self.adapter, **self.options)
         self.tokenizer = load_tokenizer(self.folder, model.chat_template, model.template_options)

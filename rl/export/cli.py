@@ -1,9 +1,10 @@
 """`covey export` on the command line. Heavy imports wait until it runs."""
 
-import traceback
 from typing import Annotated, Literal
 
 import typer
+
+from covey.rl.commands import Debug, sentences
 
 HELP = """
 Write a trained model for others to load: transformers, PEFT, vLLM, llama.cpp, Ollama.
@@ -52,7 +53,6 @@ Push = Annotated[
     str | None, typer.Option(metavar="REPO", help="Upload to this repository of the hub, private if new.")
 ]
 Public = Annotated[bool, typer.Option("--public", help="Let everyone read the repository.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def export(
@@ -68,7 +68,7 @@ def export(
     public: Public = False,
     debug: Debug = False,
 ) -> None:
-    try:
+    with sentences(debug):
         from covey.rl.export.export import export as write
 
         write(
@@ -84,12 +84,3 @@ def export(
             public=public,
             say=typer.echo,
         )
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except Exception as error:
-        from covey.rl.cli import _explain
-
-        if debug:
-            traceback.print_exc()
-        _explain(error, debug)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None

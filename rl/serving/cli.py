@@ -3,13 +3,12 @@
 import ipaddress
 import socket
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Annotated
 
 import typer
+
+from covey.rl.commands import Debug, sentences
 
 CHAT_HELP = """
 Talk to a model in the terminal.
@@ -62,7 +61,6 @@ Key = Annotated[
     str | None, typer.Option(envvar="COVEY_API_KEY", show_envvar=True, help="What clients have to bear.")
 ]
 MaxRows = Annotated[int, typer.Option(min=1, help="Completions that are sampled at a time.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def chat(
@@ -75,7 +73,7 @@ def chat(
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
-    with _sentences(debug):
+    with sentences(debug):
         from covey.rl.serving.chat import Chat
         from covey.rl.serving.model import Speaker
         from covey.rl.terminal import print_anything
@@ -107,7 +105,7 @@ def serve(
     max_rows: MaxRows = 64,
     debug: Debug = False,
 ) -> None:
-    with _sentences(debug):
+    with sentences(debug):
         _check_server(host, api_key)
         listener = _bind(host, port)
 
@@ -160,19 +158,3 @@ def _bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}, port {port} ({reason}); choose another --port or --host"
         ) from error
     return listener
-
-
-@contextmanager
-def _sentences(debug: bool) -> Iterator[None]:
-    """Errors become sentences and exit codes: 2 for what the user wrote, 1 for what failed."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except Exception as error:
-        from covey.rl.cli import _explain
-
-        if debug:
-            traceback.print_exc()
-        _explain(error, debug)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
