@@ -52,6 +52,8 @@ class DecoderPolicy:
         self._lora: dict[str, LoraGroup] = adapter.groups
         self._placed: dict[str, LoraGroup] | None = None  # whose `_places` are known
         self._places: list[tuple[Tensor, Tensor]] = []
+        for group in self._linear_groups():
+            group.reserve()
         self._inv_freqs = [rope.inv_freq.to(self.device) for rope in spec.ropes]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         softcap, windows = spec.attention_softcap, (0, *spec.windows)

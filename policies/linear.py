@@ -81,6 +81,12 @@ class LinearGroup:
                 where.copy_(what)
         return out
 
+    def reserve(self) -> None:
+        """Takes the room for reading back now, so that it is not mistaken for free."""
+        if self.held is None:
+            first = self._quantised[0]
+            self._workspace.matrix(self.n + self.padding, self.k + self.padding, first.dtype, first.device)
+
     @property
     def nf4(self) -> tuple[NF4, ...]:
         """The weights in 4 bits, linear by linear; none while W+ is held, or where 4 bits are not all there is."""

@@ -3,10 +3,11 @@
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-(Loshchilov & Hutter, algorithm 2). The gradient g is first multiplied by max_grad_norm / |g|
-if its global norm |g| is larger than max_grad_norm. On a GPU one kernel does all of it (kernels/adamw.py), elsewhere
-torch's fused AdamW; both keep the same state. optim.optimizer adamw8bit and paged_adamw8bit are those of bitsandbytes,
-which keep m and v in 8 bits each (Dettmers et al. 2021), paged in memory that moves to the host when the GPU is full.
+(Loshchilov & Hutter, algorithm 2). The gradient g is first multiplied by max_grad_norm / |g| if its global norm |g| is
+larger than max_grad_norm. On a GPU one kernel does all of it (kernels/adamw.py), elsewhere torch's fused AdamW; both
+keep the same state. optim.optimizer adamw8bit and paged_adamw8bit are those of bitsandbytes, which keep m and v in 8
+bits each (Dettmers et al. 2021), paged in memory that moves to the host when the GPU is full; on a GPU they let the
+updated p decay, not the old one.
 """
 
 import math

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from covey.rollout.engine import Completion, Group, Prompt, Sampling
 from covey.rollout.memory import Room, keeps_asleep, make_room
-from covey.rollout.prefill import PREFILL_TOKENS
 from covey.rollout.rows import Family, Row
 from covey.rollout.sampling import check_request, draw_states
 from covey.rollout.schedule import Generation
@@ -129,7 +128,7 @@ class InProcessEngine:
         if self._slots is None or not self._slots.room.holds(room) or self._most < most:
             self._slots, self._most = None, most  # the memory of the old ones goes first
             self._slots = Slots(
-                self.policy, make_room(self.policy, room, least, most, PREFILL_TOKENS), room, self.eos_ids
+                self.policy, make_room(self.policy, room, least, most), room, self.eos_ids
             )
         return self._slots, needed
 

@@ -4,7 +4,7 @@ Axes: T tokens of packed segments, S segments.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +19,6 @@ from covey.rollout.rows import Family, Row
 if TYPE_CHECKING:
     from covey.policies.decoder import DecoderPolicy
 
-PREFILL_TOKENS = 16384  # of one forward pass; bounds the activations, not what is computed
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -30,21 +28,27 @@ class Piece:
     places: np.ndarray  # int64, -1 where they are stored already
     behind: int  # tokens of the prompt before them; it is the last piece that has none
 
+    def again(self) -> "Piece":
+        """The same tokens, stored already."""
+        return replace(self, places=np.full_like(self.places, -1))
 
-def prefill(policy: "DecoderPolicy", pool: KVPool, entering: Sequence[Row]) -> None:
-    """Computes and stores what stands before the newest token of these rows, which have their places."""
-    pieces = list(_pieces(entering))
-    first = 0
-    while first < len(pieces):
-        last, tokens = first + 1, len(pieces[first].ids)
-        # A row's piece is computed with the prompt that it attends to.
-        while last < len(pieces) and (
-            pieces[last].behind or tokens + len(pieces[last].ids) <= PREFILL_TOKENS
-        ):
-            tokens += len(pieces[last].ids)
-            last += 1
-        _compute(policy, pool, pieces[first:last])
-        first = last
+
+def prefill(policy: "DecoderPolicy", pool: KVPool, entering: Sequence[Row], most: int) -> None:
+    """Computes and stores what stands before the newest token of these rows, which have their places.
+
+    most: tokens of a pass, unless a prompt or a row with its prompt alone has more.
+    """
+    batch: list[Piece] = []
+    prompt = None
+    for piece in _pieces(entering):
+        prompt = piece if not piece.behind else prompt
+        if batch and sum(len(p.ids) for p in batch) + len(piece.ids) > most:
+            _compute(policy, pool, batch)
+            # A row's piece is computed with the prompt that it attends to.
+            batch = [prompt.again()] if piece.behind and prompt else []
+        batch.append(piece)
+    if batch:
+        _compute(policy, pool, batch)
 
 
 def _pieces(entering: Sequence[Row]) -> Iterator[Piece]:

@@ -123,7 +123,7 @@ class Generation:
         for row in leaving:
             self._leave(row)
         if entering:
-            prefill(self.policy, self.pool, entering)
+            prefill(self.policy, self.pool, entering, self.slots.room.prefill_tokens())
         before, gone = self.rows, set(leaving)
         stay = [i for i, row in enumerate(before) if row not in gone]
         count = len(stay) + len(entering)

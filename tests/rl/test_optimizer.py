@@ -258,7 +258,10 @@ EIGHT_BIT = ["adamw8bit", "paged_adamw8bit"]
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_moments_in_eight_bits_follow_adamw(name: str, device: str) -> None:
-    """The first step rounds nothing that it uses: it is AdamW's. Twenty of them end within a few percent of its way."""
+    """The first step rounds nothing that it uses: it is AdamW's. Twenty of them end within a few percent of its way.
+
+    On a GPU bitsandbytes lets weights decay after the update and not before it.
+    """
     section = OptimSection.model_validate(
         {"lr": 0.01, "optimizer": name, "weight_decay": 0.1, "max_grad_norm": 0.5, "schedule": "linear"}
     )
@@ -275,7 +278,9 @@ def test_moments_in_eight_bits_follow_adamw(name: str, device: str) -> None:
             (p * gradient).sum().backward()
             optimizer.step(step, 20, zero_grad=True)
         if step == 0:
-            torch.testing.assert_close(rounded.double(), exact, rtol=0, atol=2e-6)
+            left = 1 - 0.01 * 0.1
+            expected = exact if device == "cpu" else (start + exact - left * start) * left
+            torch.testing.assert_close(rounded.double(), expected, rtol=0, atol=2e-6)
     moved = (exact - start).norm()
     assert (rounded.double() - exact).norm() < 0.05 * moved
     state = optimizers[1].state_dict()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from covey.policies.load import load_policy
-from covey.rollout import prefill, schedule
+from covey.rollout import memory, schedule
 from covey.rollout.engine import Completion, Prompt, Sampling
 from covey.rollout.inprocess import InProcessEngine
 
@@ -183,7 +183,7 @@ def test_ids_do_not_depend_on_the_batch(max_rows, tiny):
 def test_prefill_in_several_passes(tiny_llama, monkeypatch):
     prompts, sampling = mixed_prompts(), Sampling(10, seed=3)
     expected = ids_of(engine_of(tiny_llama).generate(prompts, 3, sampling))
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(memory, "PREFILL_TOKENS", 16)
     assert ids_of(engine_of(tiny_llama).generate(prompts, 3, sampling)) == expected
 
 
