@@ -1,9 +1,10 @@
 """Time and memory of one training step: python -m benchmarks.step --shape llama3.2-1b --work sft:4x2048
 
-Work is `sft:ROWSxTOKENS` (forward, backward and AdamW on packed documents), `grpo:GxPROMPT+NEW` (forward and
-backward of the GRPO loss on one group that shares its prompt) or `logp:GxPROMPT+NEW` (its log-probs alone).
-Tokens per second count every row with its prompt, as if nothing were shared. Medians of `--reps` after three
-warm-up steps.
+Work is `sft:ROWSxTOKENS` (forward, backward and AdamW on documents of one length), `packed:ROWSxTOKENS/MEAN` (a whole
+step of an SFT run on ROWS x TOKENS tokens in documents of real lengths, see benchmarks/packed.py),
+`grpo:GxPROMPT+NEW` (forward and backward of the GRPO loss on one group that shares its prompt) or `logp:GxPROMPT+NEW`
+(its log-probs alone). Tokens per second count every row with its prompt, as if nothing were shared, and for `packed`
+trained tokens. Medians of `--reps` after three warm-up steps.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import torch
+from benchmarks.packed import packed_documents, sft_steps
 from benchmarks.shapes import SHAPES, model_folder
 
 from covey.policies.decoder import DecoderPolicy
@@ -83,11 +86,27 @@ def passes(batch: Batch, tokens_per_pass: int, policy: DecoderPolicy) -> list[Ba
     return [to_device(part, policy.device) for part in split(batch, tokens_per_pass)]
 
 
+def packed_work(
+    policy: DecoderPolicy, spec: str, vocab: int, tokens_per_pass: int, steps: int = 16
+) -> tuple[Callable[[], None], int]:
+    """Each call is the next step; the tokens are the mean of the steps."""
+    documents = packed_documents(spec, steps, vocab)
+    step, order = sft_steps(policy, documents, tokens_per_pass), cycle(range(steps))
+    trained = sum(len(d.ids) - 1 for of_step in documents for d in of_step)
+
+    def run() -> None:
+        step(next(order))
+
+    return run, round(trained / steps)
+
+
 def work(
     policy: DecoderPolicy, spec: str, vocab: int, tokens_per_pass: int = 1 << 30
 ) -> tuple[Callable[[], None], int]:
     """(what to run, tokens it stands for)."""
     kind, _, sizes = spec.partition(":")
+    if kind == "packed":
+        return packed_work(policy, spec, vocab, tokens_per_pass)
     first, _, rest = sizes.partition("x")
     if kind == "sft":
         parts = passes(sft_batch(int(first), int(rest), vocab), tokens_per_pass, policy)

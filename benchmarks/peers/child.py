@@ -27,6 +27,7 @@ NAMED_AFTER = {  # the package whose version stands in the table
     "hf": "transformers",
     "hf-static": "transformers",
     "liger": "liger-kernel",
+    "trl-flex": "trl",
     "unsloth-graphs": "unsloth",
     "vllm-bf16": "vllm",
 }
@@ -121,24 +122,32 @@ def main() -> None:
     parser.add_argument("--shape", required=True)
     parser.add_argument("--method", required=True)
     parser.add_argument("--memory", required=True)
+    parser.add_argument("--tokens-per-pass", type=int, required=True)
     parser.add_argument("--reps", type=int, required=True)
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--work", nargs="+", required=True)
     args = parser.parse_args()
     results = prepare(args.peer)
+    from benchmarks.packed import parse_packed
     from benchmarks.peers.inputs import as_downloaded, parse_work
     from benchmarks.peers.models import load
+    from benchmarks.peers.trainers import trained
     from benchmarks.shapes import SHAPES, model_folder
 
     folder = as_downloaded(model_folder(args.shape, args.root))
-    longest = max(sum(parse_work(spec)[2]) for spec in args.work)
+    longest = max(
+        parse_packed(spec)[1] if spec.startswith("packed") else sum(parse_work(spec)[2]) for spec in args.work
+    )
     peer = load(args.peer, folder, args.method, args.memory, longest)
-    always = about(args.peer, args.reps)
+    always, vocab = about(args.peer, args.reps), SHAPES[args.shape].vocab
     # SFT first: Unsloth's trainer leaves the model returning hidden states in place of a loss.
     for spec in sorted(args.work, key=lambda spec: not spec.startswith("sft")):
         free_memory()
         try:
-            record = measured(peer, spec, SHAPES[args.shape].vocab, args.reps) | always
+            if spec.startswith("packed"):
+                record = trained(args.peer, peer, spec, vocab, args.reps, args.tokens_per_pass) | always
+            else:
+                record = measured(peer, spec, vocab, args.reps) | always
         except Exception as error:
             record = failure(error)
             peer.zero_grad()

@@ -28,7 +28,7 @@ def load(peer: str, folder: Path, method: str, memory: str, longest: int) -> "Hu
     """The peer on a model folder. memory is covey's; longest: tokens of a row, for those who plan with it."""
     if peer == "covey":
         return Covey(folder, method, memory)
-    kinds = {"hf": HuggingFace, "liger": Liger, "trl": Trl, "unsloth": Unsloth}
+    kinds = {"hf": HuggingFace, "liger": Liger, "trl": Trl, "trl-flex": TrlFlex, "unsloth": Unsloth}
     return kinds[peer](folder, method, longest)
 
 
@@ -36,6 +36,7 @@ class HuggingFace:
     """transformers, PEFT and bitsandbytes: adapter in float32, bfloat16 autocast on a GPU, the model's own loss."""
 
     forward_options: ClassVar[dict[str, Any]] = {"use_cache": False}
+    attention = "sdpa"
 
     def __init__(self, folder: Path, method: str, longest: int):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,7 +59,7 @@ class HuggingFace:
             self.folder,
             quantization_config=nf4 if self.quantise else None,
             dtype=self.dtype,
-            attn_implementation="sdpa",
+            attn_implementation=self.attention,
             device_map={"": 0 if self.device.type == "cuda" else "cpu"},
         )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -240,6 +241,12 @@ class Trl(HuggingFace):
             return -logp_GN[:, -new:].float().mean()
 
         return loss
+
+
+class TrlFlex(Trl):
+    """The same with transformers' flex attention."""
+
+    attention = "flex_attention"
 
 
 class Unsloth(Trl):

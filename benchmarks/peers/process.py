@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def run(
     if missing := [name for name in needs if find_spec(name) is None]:
         yield from ({"work": work, "error": f"not installed: {missing[0]}"} for work in case.work)
         return
-    log = root / f"{case.name.replace(' ', '-')}.log"
+    log = root / re.sub(r"[^\w.+]+", "-", f"{case.name} {case.work[0]}.log")
     command = [sys.executable, "-m", module, case.peer, *options]
     command += ["--memory", case.memory or "auto", "--work", *case.work]
     env = os.environ | QUIET | {"UNSLOTH_COMPILE_LOCATION": str(root / "unsloth")}
