@@ -22,6 +22,9 @@ FOUR_BIT_PARTS = (
 )
 
 
+# Elements that are copied to a GPU at a time: few enough to stay in the CPU's caches on their way.
+CHUNK = 1 << 24
+
 # What the names of a decoder's tensors begin with: alone, or as the text part of a model that reads images.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -62,7 +65,7 @@ class Checkpoint:
                 f"{self.folder / self._files[name]}: {name} has shape {tuple(tensor.shape)}, "
                 f"config.json promises {shape}"
             )
-        return tensor.to(device=device, dtype=dtype)
+        return _upload(tensor, dtype, device) if device.type == "cuda" else tensor.to(device, dtype)
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._files:
@@ -83,6 +86,18 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
         yield checkpoint
     finally:
         checkpoint._open.clear()
+
+
+def _upload(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mapped tensor on a GPU, on its way when this returns.
+
+    All of torch's threads read the file into page-locked memory, and nobody waits for the copies from there: the driver
+    would read pages of the file with one thread, and the next ones only when these have arrived.
+    """
+    out = torch.empty(tensor.shape, dtype=dtype, device=device)
+    for there, here in zip(out.view(-1).split(CHUNK), tensor.view(-1).split(CHUNK), strict=True):
+        there.copy_(here.to(dtype).pin_memory(), non_blocking=True)
+    return out
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -22,6 +22,7 @@ from covey.rl.export.export import export
 from covey.rl.loop import RunLoop
 from covey.rl.metrics import Metrics
 from covey.rl.run_folder import RunFolder, default_name
+from covey.rl.startup import seldom_collected
 from covey.rl.stream import sft_trainer
 from covey.rl.trainers import DpoTrainer, GrpoTrainer, SftTrainer
 from covey.rollout.engine import Message, Sampling
@@ -149,7 +150,8 @@ def _launch(
     _prepare(config)
     given = [_spec(reward) for reward in rewards]
     named = [RewardSpec(**dict(r)) for r in config.rewards]
-    trainer = kind(config, given or named, data, eval_data)
+    with seldom_collected():
+        trainer = kind(config, given or named, data, eval_data)
     text = dump_config(config) + "".join(f"# reward given in Python: {_describe(s)}\n" for s in given)
     folder = RunFolder.create(
         config.run,
@@ -160,7 +162,8 @@ def _launch(
         cuda=torch.version.cuda,
     )
     with Display(plain=plain) as display:
-        trainer.load_weights()
+        with seldom_collected():
+            trainer.load_weights()
         loop = RunLoop(trainer, folder, config.eval, config.run, display)
         where = {"name": folder.name, "folder": str(folder.path), "first_step": loop.done}
         display.start(trainer.describe(**where, history=list(loop.metrics)))

@@ -23,6 +23,7 @@ from covey.rl.rewards_cli import app as rewards
 from covey.rl.rollout_server import HELP as SERVER_HELP
 from covey.rl.rollout_server import rollout_server
 from covey.rl.serving.cli import CHAT_HELP, SERVE_HELP, chat, serve
+from covey.rl.startup import seldom_collected
 
 HELP = """
 Turns a language model into a reasoning model on the GPU you have.
@@ -134,7 +135,8 @@ def grpo(
         if dry_run:
             _print_dry_run(config, _grpo_plan(config), resume)
             return None
-        from covey.rl.api import run_grpo
+        with seldom_collected():
+            from covey.rl.api import run_grpo
 
         run = run_grpo(config, resume=resume)
         return str(run.folder) if run.interrupted else None
@@ -163,7 +165,8 @@ def sft(
                 typer.echo(line)
         if dry_run or dump_batch is not None:
             return None
-        from covey.rl.api import run_sft
+        with seldom_collected():
+            from covey.rl.api import run_sft
 
         run = run_sft(config, resume=resume)
         return str(run.folder) if run.interrupted else None
@@ -185,7 +188,8 @@ def dpo(
         if dry_run:
             _print_dry_run(config, _dpo_plan(config), resume)
             return None
-        from covey.rl.api import run_dpo
+        with seldom_collected():
+            from covey.rl.api import run_dpo
 
         run = run_dpo(config, resume=resume)
         return str(run.folder) if run.interrupted else None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from covey.policies import checkpoint
 from covey.policies.checkpoint import Checkpoint
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.linear import GROUPS
@@ -149,6 +150,23 @@ def test_one_plain_matrix_at_a_time_is_in_memory(tiny_llama, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read", watched)
     policy = load_policy(tiny_llama, memory="lean", **QLORA)
     assert most == max(n * k for n, k, _ in policy.spec.linears.values()) == 48 * 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_gpu_gets_in_pieces_what_the_file_holds(device, dtype, tiny_llama, monkeypatch):
+    """Pieces of 100 elements, which end within rows; on a GPU all pass through the same page-locked memory."""
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(checkpoint, "CHUNK", 100)
+    if device == "cpu":  # which has no page-locked memory
+        monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    where = torch.device(device)
+    stored = load_file(tiny_llama / "model.safetensors")
+    with checkpoint.open_checkpoint(tiny_llama) as opened:
+        read = {name: checkpoint._upload(opened._tensor(name), dtype, where) for name in stored}
+    for name, tensor in stored.items():
+        assert read[name].device.type == device and torch.equal(read[name].cpu(), tensor.to(dtype)), name
 
 
 # Adapters
