@@ -64,7 +64,9 @@ class LoraSection(Section):
 
 
 class DataSection(Section):
-    train: Source  # a file, folder or glob, a hub id "name[:config[:split]]", "task:NAME"; or a list (docs/data.md)
+    # A file, folder or glob, a hub id "name[:config[:split]]", "task:NAME"; or a list (docs/data.md). With an
+    # environment of verifiers also "environment": its own rows.
+    train: Source
     eval: Source | None = None  # the same; "task:NAME" is that task's held-out split
     malformed: Literal["error", "skip"] = "error"  # rows that cannot be read; skip counts them in a warning
     task: dict[str, Any] = {}  # arguments of task:NAME, for example {digits: 2}
@@ -147,7 +149,7 @@ class EnvironmentSection(Section):
     """Completions of several turns (docs/environments.md). Give `use`, or `tools`."""
 
     use: str | None = (
-        None  # "file.py:Class" or "module:factory": what makes an object with start() and step()
+        None  # "file.py:Class" or "module:factory": makes an object with start() and step(); or "verifiers:NAME"
     )
     args: dict[str, Any] = {}  # keyword arguments for it
     tools: list[str] = []  # "file.py:function" or "module:function": what the model may call instead
@@ -169,7 +171,7 @@ class EnvironmentSection(Section):
             raise ValueError("environment: give either use (a class) or tools (functions)")
         if self.use is None and self.args:
             raise ValueError("environment.args: has no meaning for tools: remove it")
-        if self.use is not None and self.parser != "auto":
+        if self.use is not None and not self.use.startswith("verifiers:") and self.parser != "auto":
             raise ValueError("environment.parser: has no meaning without environment.tools: remove it")
         return self
 

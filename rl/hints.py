@@ -5,6 +5,15 @@ from collections.abc import Iterator, Mapping
 
 _STATISTICS = ("mean", "std", "min", "max", "unscored")  # reward/... of the total
 _AGAIN_AFTER = 50  # steps until a hint is given once more
+# What cut most of the episodes off (environment/cut_off_by_...), and what to do about it.
+_EPISODES = {
+    "max_turns": "environment.max_turns was reached before the environment was done. Raise it, and "
+    "rollout.max_new_tokens with it, let the environment end earlier",
+    "max_tokens_per_turn": "a reply was longer than environment.max_tokens_per_turn (by default "
+    "rollout.max_new_tokens / environment.max_turns). Raise it, ask for shorter replies",
+    "max_new_tokens": "rollout.max_new_tokens had no room for another reply: it is the limit of all turns with what "
+    "stands between them. Raise it, lower environment.max_tokens_per_turn",
+}
 
 
 def reward_function(key: str) -> str | None:
@@ -69,13 +78,22 @@ class Hints:
 
     def _cut_off(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         share = metrics.get("length/truncated", 0.0)
-        if share > 0.2:
-            yield (
-                "cut off",
-                f"{share:.0%} of the completions were cut off by rollout.max_new_tokens before they ended. "
-                "Raise it, ask for shorter answers, or leave them out of the loss (objective.truncated: "
-                "mask).",
+        if not share > 0.2:
+            return
+        by = {limit: metrics.get(f"environment/cut_off_by_{limit}", 0.0) for limit in _EPISODES}
+        most = max(by, key=lambda limit: by[limit])
+        if by[most] > 0:
+            which = "" if by[most] == share else f", most of them ({by[most]:.0%})"
+            what = f"episodes were cut off{which} because {_EPISODES[most]}"
+        else:
+            what = (
+                "completions were cut off by rollout.max_new_tokens before they ended. Raise it, ask for shorter "
+                "answers"
             )
+        yield (
+            "cut off",
+            f"{share:.0%} of the {what}, or leave them out of the loss (objective.truncated: mask).",
+        )
 
     def _never_varies(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         for key, value in metrics.items():

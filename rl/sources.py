@@ -212,6 +212,8 @@ def read_source(source: Any, key: str, held_out: bool, *, skip: bool = False, se
 
     key: the configuration's key that names it, for messages. seed: chooses rows where a weight is no whole number.
     """
+    if isinstance(source, Found):
+        return source
     if isinstance(source, list) and source and isinstance(source[0], SourceSection):
         parts = [_weighted(s, f"{key}.{k}", held_out, skip, f"{seed}:{k}") for k, s in enumerate(source)]
         return Found(
@@ -240,6 +242,11 @@ def _read_named(source: str, key: str, held_out: bool, skip: bool) -> Found:
         return _read_files(_matching(str(path), key), source, skip, whole=True)
     if looks_like_file:
         return _read_path(path, key, held_out, skip)
+    if source == "environment":
+        raise DataError(
+            f"{key}: only environments of verifiers bring rows along, in covey grpo with environment.use: "
+            '"verifiers:NAME". Write ./environment for a file of this name.'
+        )
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:.*)?", source):
         raise DataError(
             f'{key}: "{source}" is neither a file nor a hub id. '

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from covey.rewards.runner import ScoreTable
 from covey.rollout.engine import Completion, Group
+from covey.rollout.episodes import LIMITS
 
 Measured = dict[str, float]  # metrics of a step, by name (area/name)
 
@@ -36,12 +37,16 @@ def rollout_metrics(
 
 
 def _episode_metrics(completions: Sequence[Completion]) -> Measured:
-    """Means of the numbers that an environment tells of its episodes."""
+    """Means of the numbers that an environment tells of its episodes, and what share of them each limit cut off."""
     known: dict[str, list[float]] = {}
     for completion in completions:
         for name, value in completion.columns.items():
             if isinstance(value, int | float) and name != "environment_reward":  # it is among the rewards
                 known.setdefault(f"environment/{name}", []).append(float(value))
+        if "cut_off_by" in completion.columns:
+            for limit in LIMITS:
+                cut_off = completion.columns["cut_off_by"] == limit
+                known.setdefault(f"environment/cut_off_by_{limit}", []).append(float(cut_off))
     return {name: sum(values) / len(values) for name, values in known.items()}
 
 

@@ -40,6 +40,9 @@ class GrpoTrainer(Sampler):
         loaded = [load_reward(spec) for spec in [*rewards, *(self.stage.rewards if self.stage else ())]]
         if not loaded:
             raise DataError("rewards: none is given. Name one, for example rewards: [{use: math}]")
+        if self.stage is not None:
+            rows = self.stage.own_rows(config.data.train, False) if rows is None else rows
+            eval_rows = self.stage.own_rows(config.data.eval, True) if eval_rows is None else eval_rows
         data, found = training_rows(config, loaded, rows)
         held_out = held_out_rows(config, loaded, eval_rows)
         super().__init__(config)

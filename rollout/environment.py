@@ -103,18 +103,23 @@ def check_step(result: Any, where: str) -> tuple[list[dict[str, Any]], bool, flo
     messages, done, reward = result
     if not isinstance(done, bool | np.bool_):
         raise EpisodeError(f"{where} returned done = {_short(done)}; it must be True or False.")
-    if reward is not None:
-        try:
-            reward = float(reward)
-        except (TypeError, ValueError):
-            reward = math.inf
-        if math.isinf(reward):
-            raise EpisodeError(f"{where} returned the reward {_short(result[2])}; give a number or None.")
-        reward = None if math.isnan(reward) else reward
     messages = check_messages(messages, where)
     if not done and not messages:
         raise EpisodeError(f"{where} returned no messages, and is not done: there is nothing to reply to.")
-    return messages, bool(done), reward
+    return messages, bool(done), check_reward(reward, where)
+
+
+def check_reward(reward: Any, where: str) -> float | None:
+    """The reward as a float; None, as NaN: no opinion. EpisodeError for what is no finite number."""
+    if reward is None:
+        return None
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        number = math.inf
+    if math.isinf(number):
+        raise EpisodeError(f"{where} returned the reward {_short(reward)}; give a number or None.")
+    return None if math.isnan(number) else number
 
 
 def _in_thread(function: Callable[[], Any]) -> "Future[Any]":

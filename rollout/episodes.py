@@ -12,7 +12,7 @@ their reply is there, while others are sampled.
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -21,13 +21,23 @@ from torch import Tensor
 
 from covey.rollout.dialogue import Dialogue
 from covey.rollout.engine import Completion, Finish, Group, Message, Prompt, RolloutEngine, Sampling
-from covey.rollout.environment import Environment, EpisodeError, check_opening, check_step, describe, schedule
+from covey.rollout.environment import (
+    Environment,
+    EpisodeError,
+    check_opening,
+    check_reward,
+    check_step,
+    describe,
+    schedule,
+)
 from covey.rollout.sampling import draw_states
 
 SAMPLES = (
     1 << 20
 )  # at most so many episodes of a prompt: a continuation's draws are addressed by row * SAMPLES + sample
-COLUMNS = ("environment_reward", "turns", "transcript", "failed")  # what rewards may ask for of every episode
+# What rewards may ask for of every episode
+COLUMNS = ("environment_reward", "turns", "transcript", "failed", "cut_off_by")
+LIMITS = ("max_turns", "max_tokens_per_turn", "max_new_tokens")  # what cut_off_by may be, beside None
 LATE = 10.0  # seconds after a time limit at which an event loop that is blocked is given up
 
 log = logging.getLogger(__name__)
@@ -54,6 +64,7 @@ class Episode:
     finish: Finish | None = None  # None: it goes on
     pending: "Future[Any] | None" = None  # what the environment makes of the last reply
     failed: bool = False
+    cut_off_by: str | None = None  # one of LIMITS
 
     def reply(self, completion: Completion) -> None:
         """Takes a turn of the model."""
@@ -68,6 +79,10 @@ class Episode:
         """Takes what the environment said."""
         nothing = (0.0,) * len(ids)
         self._extend(ids, nothing, nothing, False)
+
+    def cut_off(self, limit: str) -> None:
+        """Ends it at one of LIMITS."""
+        self.finish, self.cut_off_by = "length", limit
 
     def _extend(
         self, ids: Sequence[int], logprobs: Sequence[float], full: Sequence[float] | None, trained: bool
@@ -86,11 +101,12 @@ class Episode:
     def completion(self) -> Completion:
         assert self.finish is not None
         columns = {
+            **getattr(self.environment, "notes", {}),
             "environment_reward": sum(self.rewards) if self.rewards else None,
             "turns": self.turns,
             "transcript": tuple(self.transcript),
             "failed": self.failed,
-            **getattr(self.environment, "notes", {}),
+            "cut_off_by": self.cut_off_by,
         }
         return Completion(
             ids=tuple(self.ids),
@@ -109,8 +125,10 @@ class EpisodeEngine:
 
     environment: makes the environment of one episode. name: what messages call it.
     max_turns: replies of an episode, at most. max_tokens_per_turn: of one reply; default: max_new_tokens / max_turns.
-    timeout: seconds of a `start` or `step`. on_error: stop ends the run if one fails or is too slow; none ends that
-    episode, without a reward.
+    timeout: seconds of a `start`, `step` or `score`. on_error: stop ends the run if one fails or is too slow; none ends
+    that episode, without a reward.
+    score: the rewards of the episodes of a group, asked for when the last of them is over; those that failed are left
+    out. They are added to what `step` gave.
 
     Sampling.max_new_tokens is the limit of a whole episode, what the environment says included. It ends when another
     reply of max_tokens_per_turn has no room in it, or at max_turns: then its finish is "length".
@@ -127,10 +145,11 @@ class EpisodeEngine:
         max_tokens_per_turn: int | None = None,
         timeout: float | None = None,
         on_error: Literal["stop", "none"] = "stop",
+        score: Callable[[Sequence[Any]], Awaitable[Sequence[float | None]]] | None = None,
     ):
         self.engine, self.environment, self.dialogue, self.name = engine, environment, dialogue, name
         self.max_turns, self.max_tokens_per_turn = max_turns, max_tokens_per_turn
-        self.timeout, self.on_error = timeout, on_error
+        self.timeout, self.on_error, self.score = timeout, on_error, score
 
     def generate(
         self,
@@ -150,10 +169,17 @@ class EpisodeEngine:
             group += (Episode(prompt, group, g, self.environment()) for g in range(n))
             table.append(group)
         groups: dict[int, Group] = {}
+        scores: dict[int, Future[Any] | None] = {}
 
-        def hand_over() -> None:
+        def hand_over(last: bool = False) -> None:
             for p, episodes in enumerate(table):
-                if p not in groups and all(episode.finish for episode in episodes):
+                if p in groups or not all(episode.finish for episode in episodes):
+                    continue
+                if p not in scores:
+                    scores[p] = self._begin_score(episodes)
+                future = scores[p]
+                if future is None or last or future.done():
+                    self._take_score(episodes)
                     groups[p] = Group(prompts[p], tuple(episode.completion() for episode in episodes))
                     if finished is not None:
                         finished(p, groups[p])
@@ -169,6 +195,7 @@ class EpisodeEngine:
                 for episode in running:
                     self._answer(episode, sampling.max_new_tokens - limit)
                 hand_over()
+            hand_over(last=True)
         finally:
             close_all([episode.environment for episode in everyone], self.name, self.timeout)
         return [groups[p] for p in range(len(prompts))]
@@ -217,15 +244,17 @@ class EpisodeEngine:
         if reward is not None:
             episode.rewards.append(reward)
         episode.transcript += messages
-        if done or episode.reply_finish == "abort":
+        if episode.reply_finish == "length":
+            episode.cut_off("max_tokens_per_turn")
+        elif done or episode.reply_finish == "abort":
             episode.finish = episode.reply_finish
-            return
-        if episode.turns >= self.max_turns or episode.reply_finish == "length":
-            episode.finish = "length"
+        elif episode.turns >= self.max_turns:
+            episode.cut_off("max_turns")
+        if episode.finish:
             return
         ids = self.dialogue.between(episode.prompt.messages or (), messages, episode.reply_finish)
         if len(episode.ids) + len(ids) > room:
-            episode.finish = "length"
+            episode.cut_off("max_new_tokens")
         else:
             episode.hear(ids)
 
@@ -251,6 +280,24 @@ class EpisodeEngine:
                     "follow from the row alone, since the episodes of a group are compared: draw what varies from the "
                     "row."
                 )
+
+    def _begin_score(self, group: Sequence[Episode]) -> "Future[Any] | None":
+        """Asks for the rewards of a group, if there are any to ask for; other groups go on meanwhile."""
+        played = [episode for episode in group if not episode.failed]
+        future = None
+        if self.score is not None and played:
+            future = schedule(self.score, [episode.environment for episode in played], timeout=self.timeout)
+        for episode in group:
+            episode.pending = future
+        return future
+
+    def _take_score(self, group: Sequence[Episode]) -> None:
+        played = [episode for episode in group if episode.pending is not None and not episode.failed]
+        for k, episode in enumerate(played):
+            rewards = self._result(episode, "score")
+            reward = None if episode.failed else check_reward(rewards[k], f"{self.name}.score()")
+            if reward is not None:
+                episode.rewards.append(reward)
 
     def _result(self, episode: Episode, what: str) -> Any:
         """What the pending call returned. If it failed: EpisodeError, or the end of the episode, as on_error says."""

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
+from covey.rl.config import DpoConfig, GrpoConfig, SftConfig, VllmSection
 from covey.rl.config_file import RECIPES, ConfigError, dump_config, load_config, recipes
 from covey.rl.config_hints import ALIASES, _keys
 from covey.rl.config_yaml import dump_yaml, parse_scalar, parse_yaml
@@ -185,6 +185,7 @@ def test_a_grpo_recipe_given_to_sft_names_what_does_not_belong(tmp_path: Path) -
 
 def test_every_alias_names_a_key_that_exists() -> None:
     keys = {*_keys(GrpoConfig), *_keys(SftConfig), *_keys(DpoConfig)}
+    keys |= {f"rollout.vllm.{key}" for key in VllmSection.model_fields}
     assert {key for keys_meant in ALIASES.values() for key in keys_meant.split()} <= keys
 
 

@@ -18,6 +18,7 @@ from covey.rl.config_file import ConfigError, load_config
 from covey.rl.data import load_rows
 from covey.rl.environments import Stage
 from covey.rollout.environment import EpisodeError
+from covey.rollout.episodes import LIMITS
 
 CALL = '<tool_call>{"name": "password"}</tool_call>'
 WORDS = [
@@ -200,6 +201,14 @@ def test_the_environment_opens_the_prompt_and_its_reward_has_a_name_and_a_weight
     row = run.metrics[-1]
     assert row["reward/game"] == -0.5 and row["reward/turned"] == 1.0 and row["reward/mean"] == 0.0
     assert row["eval/game"] == -0.5 and row["eval/reward"] == 0.0
+    # Replies of random bytes have no end within 2 tokens.
+    cut_off = {name: row[f"environment/cut_off_by_{name}"] for name in LIMITS}
+    assert cut_off == {
+        "max_turns": 0.0,
+        "max_tokens_per_turn": row["length/truncated"],
+        "max_new_tokens": 0.0,
+    }
+    assert row["length/truncated"] == 1.0
     rows = parquet.read_table(run.folder / "samples/step-000001.parquet").to_pylist()
     openings = {row["prompt"] for row in rows}
     assert openings == {

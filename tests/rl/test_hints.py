@@ -3,6 +3,7 @@ import math
 import pytest
 
 from covey.rl.hints import Hints, reward_function
+from covey.rollout.episodes import LIMITS
 
 CALM = {"reward/mean": 0.4, "groups/no_spread": 0.3, "length/truncated": 0.1, "loss/total": 0.5}
 
@@ -46,6 +47,25 @@ def test_cut_off(share: float, fires: bool) -> None:
     assert bool(said) == fires
     if fires:
         assert said[0][1].startswith("21% of the completions") and "rollout.max_new_tokens" in said[0][1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "key"),
+    [
+        ("max_turns", "environment.max_turns was reached before the environment was done. Raise it"),
+        ("max_tokens_per_turn", "a reply was longer than environment.max_tokens_per_turn"),
+        ("max_new_tokens", "rollout.max_new_tokens had no room for another reply"),
+    ],
+)
+def test_what_cut_most_episodes_off_is_named(limit: str, key: str) -> None:
+    shares = {f"environment/cut_off_by_{name}": 0.125 for name in LIMITS}
+    (most,) = _said(CALM | shares | {"length/truncated": 0.75, f"environment/cut_off_by_{limit}": 0.5})
+    assert most[1].startswith(f"75% of the episodes were cut off, most of them (50%) because {key}")
+    none = dict.fromkeys(shares, 0.0)
+    (all_of_them,) = _said(CALM | none | {"length/truncated": 0.5, f"environment/cut_off_by_{limit}": 0.5})
+    assert all_of_them[1].startswith(f"50% of the episodes were cut off because {key}")
+    for _, text in (most, all_of_them):
+        assert text.endswith(", or leave them out of the loss (objective.truncated: mask).")
 
 
 def test_a_hint_comes_again_after_fifty_steps() -> None:

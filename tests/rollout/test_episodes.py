@@ -179,19 +179,17 @@ def test_episodes_end_at_their_own_time_and_groups_come_in_their_order() -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "script_finish", "turns"),
+    ("settings", "script_finish", "turns", "limit"),
     [
-        ({"max_turns": 2}, "eos", 2),
-        (
-            {"limit": 20 + 5 + 52},
-            "eos",
-            2,
-        ),  # a reply of 5, then 52 of the environment and room for 20: another turn
-        ({"limit": 20 + 5 + 51}, "eos", 1),
-        ({}, "length", 1),
+        ({"max_turns": 2}, "eos", 2, "max_turns"),
+        # a reply of 5, then 52 of the environment and room for 20: another turn
+        ({"limit": 20 + 5 + 52}, "eos", 2, "max_new_tokens"),
+        ({"limit": 20 + 5 + 51}, "eos", 1, "max_new_tokens"),
+        ({}, "length", 1, "max_tokens_per_turn"),
+        ({"max_turns": 1}, "length", 1, "max_tokens_per_turn"),
     ],
 )
-def test_limits(settings: dict[str, Any], script_finish: Finish, turns: int) -> None:
+def test_limits(settings: dict[str, Any], script_finish: Finish, turns: int, limit: str) -> None:
     assert len(encode("\n<|im_start|>user\n1 left<|im_end|>\n<|im_start|>assistant\n")) == 26
     longer = "x" * 26  # 26 + 26 = 52
 
@@ -201,6 +199,7 @@ def test_limits(settings: dict[str, Any], script_finish: Finish, turns: int) -> 
 
     completion = one(lambda row, sample, turn: ("good", script_finish), Endless, **settings)
     assert (completion.finish, completion.columns["turns"]) == ("length", turns)
+    assert completion.columns["cut_off_by"] == limit
     assert completion.columns["environment_reward"] == 0.25 * turns
     assert completion.trained[-1]  # nothing is appended that no reply follows
 
@@ -241,6 +240,46 @@ def test_async_environments_run_side_by_side_and_are_closed() -> None:
     groups, _, _ = play(lambda *_: ("good", "eos"), [prompt_of(0), prompt_of(1)], Slow, n=2)
     assert [c.columns["environment_reward"] for g in groups for c in g.completions] == [1.0] * 4
     assert len(closed) == 4
+
+
+def test_a_group_is_scored_when_its_last_episode_is_over() -> None:
+    """What `score` gives is added to what the steps gave; None adds nothing."""
+    asked: list[list[int]] = []
+
+    async def score(environments: Sequence[Any]) -> list[float | None]:
+        asked.append([environment.notes["asked"] for environment in environments])
+        return [float(place) if place else None for place in range(len(environments))]
+
+    prompts = [prompt_of(0, steps=3), prompt_of(1, steps=1)]
+    groups, _, order = play(lambda *_: ("good", "eos"), prompts, n=3, score=score)
+    assert asked == [[1, 1, 1], [3, 3, 3]] and sorted(order) == [0, 1]
+    rewards = [[c.columns["environment_reward"] for c in group.completions] for group in groups]
+    assert rewards == [[1.5, 2.5, 3.5], [0.5, 1.5, 2.5]]
+    assert [c.columns["cut_off_by"] for c in groups[0].completions] == [None] * 3
+
+
+def test_a_score_that_fails_is_an_error_or_no_reward() -> None:
+    class Odd(Countdown):
+        def step(self, reply):
+            if reply == "bad":
+                raise KeyError("board")
+            return [], True, 0.5
+
+    async def score(environments: Sequence[Any]) -> list[float]:
+        return [1 / (len(environments) - 3)] * len(environments)
+
+    def script(row: int, sample: int, turn: int) -> tuple[str, Finish]:
+        return "bad" if (row, sample) == (1, 0) else "good", "eos"
+
+    prompts = [prompt_of(0), prompt_of(1)]
+    with pytest.raises(
+        EpisodeError, match=r"environment.score\(\) raised ZeroDivisionError.* for row 0, turn 1"
+    ):
+        play(lambda *_: ("good", "eos"), prompts[:1], Odd, n=3, score=score)
+    groups, _, _ = play(script, prompts, Odd, n=3, score=score, on_error="none")
+    columns = [[c.columns for c in group.completions] for group in groups]
+    assert [[c["environment_reward"] for c in group] for group in columns] == [[None] * 3, [None, -0.5, -0.5]]
+    assert [[c["failed"] for c in group] for group in columns] == [[True] * 3, [True, False, False]]
 
 
 class Breaks(Countdown):
