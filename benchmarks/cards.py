@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.shapes import SHAPES, model_folder
 
 CARDS = {"8": 8.0, "16": 16.0, "24": 24.0}  # GiB
+WIDTH = 160  # of what is shown of an error
 WORK = ("8x256+1024", "8x512+4096")
 
 
@@ -46,18 +47,22 @@ def main() -> None:
                 str(CARDS[card] * args.usable),
             ]
             command += ["--work", *args.work, "--reps", str(args.reps), "--root", str(args.root)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-            for record in records:
-                print(f"{card + ' GB':>6}  {shape:<14}{record['work']:<14}{row(record)}", flush=True)
-            if done.returncode:
-                last = done.stderr.strip().splitlines()[-1:] or ["ended without a word"]
-                print(f"{card + ' GB':>6}  {shape:<14}{last[0][:100]}", flush=True)
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ) as running:
+                last = "ended without a word"
+                for line in running.stdout or ():
+                    last = line.strip() or last
+                    if line.startswith("{"):
+                        record = json.loads(line)
+                        print(f"{card + ' GB':>6}  {shape:<14}{record['work']:<14}{row(record)}", flush=True)
+            if running.returncode:
+                print(f"{card + ' GB':>6}  {shape:<14}{last[:WIDTH]}", flush=True)
 
 
 def row(record: dict) -> str:
     if "error" in record:
-        return record["error"][:100]
+        return record["error"][:WIDTH]
     return f"{record['peak_gib']:>9.2f}{record['step_s']:>8.2f}{record['sample_s']:>9.2f}{record['learn_s']:>9.2f}"
 
 

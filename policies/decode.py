@@ -17,16 +17,16 @@ from covey.kernels.decode_tables import DecodeTables
 from covey.kernels.dispatch import use_triton
 from covey.kernels.gated_mlp import gated
 from covey.kernels.nf4_matmul import nf4_matmul
-from covey.kernels.rmsnorm import add_rmsnorm, rmsnorm
 from covey.policies.layer import DecoderLayer, Rope
+from covey.policies.norm import Norm
 
 if TYPE_CHECKING:
     from covey.policies.decoder import DecoderPolicy
 
 
-FEW_ROWS = (
-    32  # up to which products straight from 4 bits measured faster than reading the weights back (H200)
-)
+# Rows up to which products straight from 4 bits measured faster (H200, 1.5B and 8B): than reading the weights back for
+# them, and than products with weights that are held in 16 bits.
+FEW_ROWS, FEWEST_ROWS = 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,13 @@ def decode_logits(policy: "DecoderPolicy", step: Step) -> Tensor:
     return policy.logits(y.add_(x))
 
 
+def holding_pays(policy: "DecoderPolicy", rows: int) -> bool:
+    """True if steps of that many rows are faster with weights that are read back once and held."""
+    in_four_bits = all(group.nf4 for layer in policy.layers for group in layer.groups.values())
+    probe = policy.embedding[:0]
+    return rows > FEWEST_ROWS or not in_four_bits or not (probe.is_cuda and use_triton(probe, "nf4_matmul"))
+
+
 def _attend(
     policy: "DecoderPolicy",
     layer: DecoderLayer,
@@ -84,10 +91,10 @@ def _attend(
     """x + y and attn+ of a layer; y is what the layer before adds to x."""
     s, lora = layer.spec, policy.active
     n1_wide, n1 = layer.room_for("qkv", len(x_BH), x_BH, lora)
-    x_BH = _enter(layer, x_BH, y_BH, layer.norm1, n1)
+    x_BH = _enter(x_BH, y_BH, layer.norm1, n1)
     qkv = _project(policy, layer, "qkv", n1_wide)
     keys, values = step.keys[layer.index], step.values[layer.index]
-    if layer.q_norm is None:
+    if not layer.qk_norms and not s.qkv_clip:
         q, k, v = layer.heads(qkv)
         rope_store(q, k, v, *rope, keys, values, place_B)
     else:
@@ -109,7 +116,7 @@ def _feed_forward(
     lora = policy.active
     o = layer.leave(_project(policy, layer, "o", attn_wide), layer.post1)[0]
     n2_wide, n2 = layer.room_for("gate_up", len(x_BH), x_BH, lora)
-    x_BH = _enter(layer, x_BH, o, layer.norm2, n2)
+    x_BH = _enter(x_BH, o, layer.norm2, n2)
     gate_up = _project(policy, layer, "gate_up", n2_wide)
     act_wide, act = layer.room_for("down", len(x_BH), x_BH, lora)
     gated(*layer.halves(gate_up), layer.spec.activation, out=act)
@@ -124,16 +131,13 @@ def _project(policy: "DecoderPolicy", layer: DecoderLayer, name: str, x_wide: Te
     return nf4_matmul(x_wide[:, : group.k], group.nf4, policy.active.get(group.key), scale, group.bias)
 
 
-def _enter(
-    layer: DecoderLayer, x_BH: Tensor, y_BH: Tensor | None, norm: Tensor | None, out: Tensor
-) -> Tensor:
+def _enter(x_BH: Tensor, y_BH: Tensor | None, norm: Norm | None, out: Tensor) -> Tensor:
     """x + y, and its norm into `out`; y is written over."""
-    eps, plus_one = layer.spec.norm_eps, layer.spec.norm_plus_one
     if norm is None:
         x_BH = x_BH if y_BH is None else y_BH.add_(x_BH)
         out.copy_(x_BH)
     elif y_BH is None:
-        rmsnorm(x_BH, norm, eps, out=out, plus_one=plus_one)
+        norm(x_BH, out=out)
     else:
-        x_BH = add_rmsnorm(y_BH, x_BH, norm, eps, out=out, plus_one=plus_one, inplace=True)[0]
+        x_BH, _ = norm.of_sum(y_BH, x_BH, out=out)
     return x_BH

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from covey.policies.decode import holding_pays
 from covey.policies.load import free_memory
 from covey.rollout.kv_pool import KVPool, place_bytes
 
@@ -48,7 +49,7 @@ def make_room(policy: "DecoderPolicy", room: Room, least: int, most: int) -> KVP
     free = int(USABLE * available(policy.device)) - work_bytes(policy, room, come_back=False)
     unheld = policy.unheld_bytes
     wanted = min(most, max(least, most * ENOUGH_ROWS // room.rows)) * place
-    if 0 < unheld <= free - wanted:
+    if 0 < unheld <= free - wanted and holding_pays(policy, room.rows):
         policy.hold()
         free -= unheld
     if most * place > free:
@@ -58,7 +59,7 @@ def make_room(policy: "DecoderPolicy", room: Room, least: int, most: int) -> KVP
         ""
         if not unheld
         else f", {unheld / 2**30:.2f} GiB of weights "
-        + ("held" if policy.unheld_bytes == 0 else "read back at each step")
+        + ("held" if policy.unheld_bytes == 0 else "read from 4 bits at each step")
     )
     log.info(
         "sampling: keys and values of %d tokens (%.2f GiB; %d rows at a time can need %d)%s",
