@@ -16,7 +16,7 @@ import torch
 from benchmarks.shapes import SHAPES, Shape
 from torch import Tensor
 
-from covey.kernels import gated_mlp, rmsnorm, rope
+from covey.kernels import gated_mlp, layernorm, rmsnorm, rope
 
 Op = tuple[str, int, Callable[[], object]]  # name, bytes moved, the call
 BF16 = torch.bfloat16
@@ -56,6 +56,13 @@ def operations(s: Shape, tokens: int, rank: int) -> Iterator[Op]:
     yield "rmsnorm_apply", 2 * size, lambda: rmsnorm.rmsnorm_apply(x, weight, rstd, out=y)
     backward = rmsnorm.rmsnorm_backward
     yield "rmsnorm_backward + skip", 4 * size, lambda: backward(y, x, weight, rstd, residual=r, out=r)
+
+    both = weight, weight  # as weight and as bias
+    stats = layernorm.layernorm(x, *both, 1e-5)[1]
+    yield "layernorm", 2 * size, lambda: layernorm.layernorm(x, *both, 1e-5, out=y)
+    yield "add_layernorm", 4 * size, lambda: layernorm.add_layernorm(x, r, *both, 1e-5, out=y)
+    call = partial(layernorm.layernorm_backward, y, x, weight, stats, residual=r, out=r)
+    yield "layernorm_backward + skip", 4 * size, call
 
     n, m, d = s.heads, s.kv_heads, s.head_dim
     heads = rows((n + 2 * m) * d).view(tokens, n + 2 * m, d)

@@ -128,11 +128,13 @@ def _scaled(x_hat_TH: Tensor, weight_H: Tensor, dtype: torch.dtype, plus_one: bo
     return (x_hat_TH.to(dtype) * weight_H).to(dtype)
 
 
-def _unfit(weight_H: Tensor, x_TH: Tensor, *more: Tensor | None, rstd: Tensor | None = None) -> str:
+def _unfit(weight_H: Tensor | None, x_TH: Tensor, *more: Tensor | None, rstd: Tensor | None = None) -> str:
     """Why the kernels cannot take these tensors; empty if they can."""
     shape = x_TH.shape
-    if x_TH.dim() != 2 or x_TH.stride(1) != 1 or weight_H.shape != shape[1:] or weight_H.stride(0) != 1:
-        return "not a matrix with contiguous rows and a contiguous weight"
+    if x_TH.dim() != 2 or x_TH.stride(1) != 1:
+        return "not a matrix with contiguous rows"
+    if weight_H is not None and (weight_H.shape != shape[1:] or weight_H.stride(0) != 1):
+        return "a weight that is not contiguous or of another size than x's rows"
     for rows in more:
         if rows is not None and (rows.shape != shape or rows.stride(1) != 1):
             return "a tensor of another shape than x, or without contiguous rows"

@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 from covey.kernels.attention import AttentionPlan, Kind, attention_plan, pick_kind, reach
 from covey.kernels.head import head_logits, selected_logprobs_backward, selected_logprobs_forward
 from covey.kernels.lora_linear import LoraGroup, adapter_places
-from covey.kernels.rmsnorm import rmsnorm, rmsnorm_backward
 from covey.kernels.rope import rope_tables
 from covey.policies.adapter import Adapter
 from covey.policies.host_store import HostStore
 from covey.policies.layer import DecoderLayer, Heads, LayerFunction, Pass, Rope
 from covey.policies.linear import LinearGroup
+from covey.policies.norm import Norm
 from covey.policies.policy import Batch, Scored
 from covey.policies.spec import ModelSpec
 
@@ -38,7 +38,7 @@ class DecoderPolicy:
         spec: ModelSpec,
         embedding_VH: Tensor,
         layers: list[DecoderLayer],
-        norm_H: Tensor,
+        norm: Norm,
         head_VH: Tensor,
         adapter: Adapter,
         *,
@@ -46,7 +46,7 @@ class DecoderPolicy:
         keep_activations: bool,
     ):
         self.spec, self.layers, self.adapter, self.folder = spec, layers, adapter, folder
-        self.embedding, self.norm, self.head = embedding_VH, norm_H, head_VH
+        self.embedding, self.norm, self.head = embedding_VH, norm, head_VH
         self.device, self.dtype = embedding_VH.device, embedding_VH.dtype
         self.keep_activations = keep_activations
         self._lora: dict[str, LoraGroup] = adapter.groups
@@ -196,7 +196,7 @@ class DecoderPolicy:
     def logits(self, hidden_BH: Tensor) -> Tensor:
         """Logits [B, V] in float32."""
         s = self.spec
-        normed, _ = rmsnorm(hidden_BH, self.norm, s.norm_eps, plus_one=s.norm_plus_one)
+        normed, _ = self.norm(hidden_BH)
         return head_logits(normed, self.head, softcap=s.logit_softcap or None, scale=s.logit_scale)
 
     def forward_logits(self, ids: list[int]) -> Tensor:
@@ -229,7 +229,7 @@ class HeadFunction(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
         h, s = hidden_TH[source_M], policy.spec
-        normed, rstd = rmsnorm(h, policy.norm, s.norm_eps, plus_one=s.norm_plus_one)
+        normed, stats = policy.norm(h)
         gradient = ctx.needs_input_grad[0]
         logp, entropies, u, u_entropy = selected_logprobs_forward(
             normed,
@@ -243,7 +243,7 @@ class HeadFunction(torch.autograd.Function):
             scale=s.logit_scale,
         )
         if gradient:
-            ctx.save_for_backward(h, rstd, u, u_entropy, source_M)
+            ctx.save_for_backward(h, stats, u, u_entropy, source_M)
             ctx.policy, ctx.tokens = policy, hidden_TH.shape[0]
         if entropies is not None and u_entropy is None:
             ctx.mark_non_differentiable(entropies)
@@ -252,9 +252,9 @@ class HeadFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogp_M: Tensor, dentropy_M: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        h, rstd, u, u_entropy, source = ctx.saved_tensors
+        h, stats, u, u_entropy, source = ctx.saved_tensors
         du = selected_logprobs_backward(dlogp_M, u, dentropy_M, u_entropy)
-        dh = rmsnorm_backward(du, h, ctx.policy.norm, rstd, plus_one=ctx.policy.spec.norm_plus_one)
+        dh = ctx.policy.norm.backward(du, h, stats)
         # Siblings share the hidden state of their prompt's last token: sum in the wide dtype, round once.
-        wide = torch.zeros(ctx.tokens, h.shape[1], dtype=rstd.dtype, device=h.device)
-        return wide.index_add_(0, source, dh.to(rstd.dtype)).to(h.dtype), *([None] * 6)
+        wide = torch.zeros(ctx.tokens, h.shape[1], dtype=stats.dtype, device=h.device)
+        return wide.index_add_(0, source, dh.to(stats.dtype)).to(h.dtype), *([None] * 6)

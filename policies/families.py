@@ -18,7 +18,7 @@ GEMMA_NORMS = {
     "norm2": "pre_feedforward_layernorm",
     "post2": "post_feedforward_layernorm",
 }
-OLMO_NORMS = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
+OLMO2_NORMS = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,24 @@ def gemma3(config: Any) -> Changes:
     }  # which its attention never applies
 
 
+def olmo(config: Any) -> Changes:
+    bias = config.attention_bias
+    norms = {"norm_kind": "layer", "norm_parts": (), "norm_eps": 1e-5}  # no setting of its configuration
+    return {**norms, "qkv_bias": bias, "o_bias": bias, "qkv_clip": config.clip_qkv or 0.0}
+
+
 def olmo2(config: Any) -> Changes:
     bias = config.attention_bias
-    return {"norms": OLMO_NORMS, "qk_norm": "all", "qkv_bias": bias, "o_bias": bias}
+    return {"norms": OLMO2_NORMS, "qk_norm": "all", "qkv_bias": bias, "o_bias": bias}
 
 
 def olmo3(config: Any) -> Changes:
     return {**olmo2(config), "windows": window_by_type(config)}
+
+
+def stablelm(config: Any) -> Changes:
+    norms = {"norm_kind": "layer", "norm_parts": ("weight", "bias"), "norm_eps": config.layer_norm_eps}
+    return {**norms, "qkv_bias": config.use_qkv_bias}
 
 
 def granite(config: Any) -> Changes:
@@ -138,7 +149,7 @@ def seed_oss(config: Any) -> Changes:
 def exaone4(config: Any) -> Changes:
     """With windows, the layers without one have no rotary embedding."""
     turned = [config.sliding_window is None or kind == "sliding_attention" for kind in config.layer_types]
-    return {"windows": window_by_type(config), "turned": turned, "norms": OLMO_NORMS, "qk_norm": "head"}
+    return {"windows": window_by_type(config), "turned": turned, "norms": OLMO2_NORMS, "qk_norm": "head"}
 
 
 FAMILIES = {
@@ -163,8 +174,14 @@ FAMILIES = {
         gemma3,
     ),
     "vaultgemma": Family("VaultGemma", "as Gemma 2, no norms behind the parts", vaultgemma),
+    "olmo": Family("OLMo 1, OLMo 1.7", "layer norms without weights, q, k and v clipped", olmo),
     "olmo2": Family("OLMo 2", "norms behind each part only, norms of all of q and of k", olmo2),
     "olmo3": Family("OLMo 3", "as OLMo 2, windows in three of four layers", olmo3),
+    "stablelm": Family(
+        "StableLM and Zephyr 3B, StableLM 2 1.6B, Stable Code 3B",
+        "layer norms with biases, partial rotary",
+        stablelm,
+    ),
     "granite": Family("Granite 3 (dense)", "four multipliers", granite),
     "hyperclovax": Family("HyperCLOVA X", "as Granite, norms behind each part", hyperclovax),
     "exaone4": Family(

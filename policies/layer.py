@@ -31,15 +31,15 @@ from covey.kernels.lora_linear import (
     linear,
 )
 from covey.kernels.qk_norm import pack_qk_norm_grad, qk_norm_rope
-from covey.kernels.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_backward
 from covey.kernels.rope import columns_of_heads, pack_qkv_grad, rope_inplace
 from covey.policies.host_store import HostStore
 from covey.policies.linear import LinearGroup
+from covey.policies.norm import Norm, RMSNorm
 from covey.policies.spec import ModelSpec
 
 Rope = tuple[Tensor, Tensor]  # cos and sin [T, 1, d_rot / 2]
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, n, d], k and v [T, m, d]
-Leaving = tuple[Tensor, Tensor]  # what a sublayer computed before its norm, and that norm's rstd
+Leaving = tuple[Tensor, Tensor]  # what a sublayer computed before its norm, and that norm's statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +60,39 @@ class Kept:
     """Activations that the backward reads, and writes over. n1, attn and n2 as x+ of kernels/lora_linear.py."""
 
     n1: Tensor  # [T, H + P]
-    rstd1: Tensor | None
+    stats1: Tensor | None  # what norm1's backward reads beside its input
     qkv: Tensor  # [T, (n + 2 m) d]; q and k rotated, or with norms as they were before those
     heads: Heads
-    rstd_qk: tuple[Tensor, ...]  # of the norms of q and k
+    stats_qk: tuple[Tensor, ...]  # of the norms of q and k
     attn: Tensor  # [T, n d + P]
     lse: Tensor
     leaving1: Leaving | None
     h: Tensor
     n2: Tensor  # [T, H + P]
-    rstd2: Tensor | None
+    stats2: Tensor | None
     gate_up: Tensor  # [T, 2 F + P]; the last columns are room for its gradient's
     z_down: Tensor | None = None  # [T, R], the attached columns of the activation
     leaving2: Leaving | None = None
+    unclipped: Tensor | None = None  # bool [T, (n + 2 m) d], where clipping left qkv as it was
 
 
 class DecoderLayer:
     """Weights and maths of one layer."""
 
     def __init__(
-        self, spec: ModelSpec, norms: dict[str, Tensor], groups: dict[str, LinearGroup], *, index: int
+        self,
+        spec: ModelSpec,
+        norms: dict[str, Norm],
+        qk_norms: tuple[RMSNorm, ...],
+        groups: dict[str, LinearGroup],
+        *,
+        index: int,
     ):
-        """norms: by the names in spec.norms; and q_norm, k_norm if the model has them."""
+        """norms: by the names in spec.norms. qk_norms: of q and of k, or empty."""
         self.spec, self.at = spec, spec.layers[index]
         self.norm1, self.post1 = norms.get("norm1"), norms.get("post1")
         self.norm2, self.post2 = norms.get("norm2"), norms.get("post2")
-        self.q_norm, self.k_norm = norms.get("q_norm"), norms.get("k_norm")
+        self.qk_norms = qk_norms
         self.groups = groups  # qkv, o, gate_up, down
         self.index = index  # the first is 0
         # What a sublayer computes is added to x as it is, so the gradient of x is also that of the sublayer's linear.
@@ -127,33 +134,33 @@ class DecoderLayer:
     def qkv(
         self, x_TH: Tensor, lora: dict[str, LoraGroup], scale: float
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """qkv [T, (n + 2 m) d] as the linears give it, n1+, rstd1."""
+        """qkv [T, (n + 2 m) d] as the linears give it, n1+, stats1."""
         n1_wide, n1 = self.room_for("qkv", len(x_TH), x_TH, lora)
-        rstd1 = None
+        stats1 = None
         if self.norm1 is None:
             n1.copy_(x_TH)
         else:
-            rstd1 = self._norm(x_TH, self.norm1, out=n1)[1]
-        return self.project("qkv", n1_wide, lora, scale), n1_wide, rstd1
+            _, stats1 = self.norm1(x_TH, out=n1)
+        return self.project("qkv", n1_wide, lora, scale), n1_wide, stats1
 
     def place(self, qkv_TN: Tensor, rope: Rope) -> tuple[Heads, tuple[Tensor, ...]]:
-        """The heads normed and rotated, and the norms' rstd. Without norms q and k are rotated where they are."""
+        """The heads clipped, normed and rotated, and the norms' statistics. Without norms all is done in place."""
+        s = self.spec
+        if s.qkv_clip:
+            qkv_TN.clamp_(-s.qkv_clip, s.qkv_clip)
         q, k, v = self.heads(qkv_TN)
-        if self.q_norm is None or self.k_norm is None:
+        if not self.qk_norms:
             rope_inplace(q, k, *rope)
             return (q, k, v), ()
-        s = self.spec
+        q_norm, k_norm = self.qk_norms
         if s.qk_norm == "head":
-            q, k, rstd = qk_norm_rope(
-                q, k, self.q_norm, self.k_norm, s.norm_eps, *rope, plus_one=s.norm_plus_one
-            )
+            weights, plus_one = (q_norm.weight, k_norm.weight), s.norm_plus_one
+            q, k, rstd = qk_norm_rope(q, k, *weights, s.norm_eps, *rope, plus_one=plus_one)
             return (q, k, v), (rstd,)
-        (q_TN, q_rstd), (k_TN, k_rstd) = (
-            self._norm(x.flatten(1), w) for x, w in ((q, self.q_norm), (k, self.k_norm))
-        )
+        (q_TN, q_stats), (k_TN, k_stats) = q_norm(q.flatten(1)), k_norm(k.flatten(1))
         q, k = q_TN.view(q.shape), k_TN.view(k.shape)
         rope_inplace(q, k, *rope)
-        return (q, k, v), (q_rstd, k_rstd)
+        return (q, k, v), (q_stats, k_stats)
 
     def attend_room(self, qkv_TN: Tensor, lora: dict[str, LoraGroup]) -> tuple[Tensor, Tensor]:
         """An empty attn+ and the attention's output [T, n, d] in it."""
@@ -164,21 +171,20 @@ class DecoderLayer:
     def middle(
         self, x_TH: Tensor, attn_wide: Tensor, lora: dict[str, LoraGroup], scale: float
     ) -> tuple[Leaving | None, Tensor, Tensor, Tensor | None, Tensor]:
-        """From the attention's output to gate_up: what post1 read, h, n2+, rstd2, gate_up [T, 2 F + P]."""
+        """From the attention's output to gate_up: what post1 read, h, n2+, stats2, gate_up [T, 2 F + P]."""
         tokens = len(x_TH)
         o, leaving = self.leave(self.project("o", attn_wide, lora, scale), self.post1)
         n2_wide, n2 = self.room_for("gate_up", tokens, x_TH, lora)
-        rstd2 = None
+        stats2 = None
         if self.norm2 is None:
             h = o.add_(x_TH)
             n2.copy_(h)
         else:
-            eps, plus_one = self.spec.norm_eps, self.spec.norm_plus_one
-            h, _, rstd2 = add_rmsnorm(o, x_TH, self.norm2, eps, out=n2, plus_one=plus_one, inplace=True)
+            h, stats2 = self.norm2.of_sum(o, x_TH, out=n2)
         # Its gradient comes here too.
         gate_up_wide, gate_up = self.gradient_room("gate_up", tokens, x_TH, lora)
         self.project("gate_up", n2_wide, lora, scale, out=gate_up)
-        return leaving, h, n2_wide, rstd2, gate_up_wide
+        return leaving, h, n2_wide, stats2, gate_up_wide
 
     def end(
         self, h_TH: Tensor, gate_up: Tensor, lora: dict[str, LoraGroup], scale: float
@@ -196,15 +202,12 @@ class DecoderLayer:
         _, h, _, _, gate_up = self.middle(x_TH, attn_wide, lora, scale)
         return self.end(h, gate_up, lora, scale)[0]
 
-    def _norm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return rmsnorm(x, weight, self.spec.norm_eps, out=out, plus_one=self.spec.norm_plus_one)
-
-    def leave(self, y_TH: Tensor, post: Tensor | None) -> tuple[Tensor, Leaving | None]:
+    def leave(self, y_TH: Tensor, post: Norm | None) -> tuple[Tensor, Leaving | None]:
         """What a sublayer that computed y adds to x, and what its backward reads."""
         leaving = None
         if post is not None:
-            normed, rstd = self._norm(y_TH, post)
-            y_TH, leaving = normed, (y_TH, rstd)
+            normed, stats = post(y_TH)
+            y_TH, leaving = normed, (y_TH, stats)
         if self.spec.residual_scale != 1:
             y_TH.mul_(self.spec.residual_scale)
         return y_TH, leaving
@@ -218,13 +221,15 @@ class DecoderLayer:
     def forward(self, x_TH: Tensor, now: Pass, *, end: bool = True) -> tuple[Tensor | None, Kept]:
         """out [T, H] (None without `end`: only what the backward reads is computed) and the activations."""
         lora, scale, s = now.lora, now.lora_scale, self.spec
-        qkv, n1, rstd1 = self.qkv(x_TH, lora, scale)
-        heads, rstd_qk = self.place(qkv, now.ropes[self.at.rope])
+        qkv, n1, stats1 = self.qkv(x_TH, lora, scale)
+        unclipped = qkv.abs() <= s.qkv_clip if s.qkv_clip else None
+        heads, stats_qk = self.place(qkv, now.ropes[self.at.rope])
         attn_wide, attn = self.attend_room(qkv, lora)
         seen = {"window": self.at.window, "softcap": s.attention_softcap}
         _, lse = attention(*heads, now.plan, s.attention_scale, out=attn, **seen)
-        leaving1, h, n2, rstd2, gate_up = self.middle(x_TH, attn_wide, lora, scale)
-        kept = Kept(n1, rstd1, qkv, heads, rstd_qk, attn_wide, lse, leaving1, h, n2, rstd2, gate_up)
+        leaving1, h, n2, stats2, gate_up = self.middle(x_TH, attn_wide, lora, scale)
+        kept = Kept(n1, stats1, qkv, heads, stats_qk, attn_wide, lse, leaving1, h, n2, stats2, gate_up)
+        kept.unclipped = unclipped
         out = None
         if end or self.post2 is not None:
             out, z_down, kept.leaving2 = self.end(h, gate_up, lora, scale)
@@ -242,7 +247,7 @@ class DecoderLayer:
             now.store.fetch(self.index - 1)
         do_wide, do = self.gradient_room("o", tokens, x_TH, now.lora)
         dh = do if self.direct else torch.empty_like(x_TH)
-        self._enter_backward(dn2, kept.h, self.norm2, kept.rstd2, dout_TH, dh)
+        self._enter_backward(dn2, kept.h, self.norm2, kept.stats2, dout_TH, dh)
         if not self.direct:
             self._leave_backward(dh, kept.leaving1, self.post1, do)
         dqkv = self._attention_backward(do_wide, kept, now)
@@ -253,7 +258,7 @@ class DecoderLayer:
             now.room["dx"], dx = self.gradient_room("down", tokens, x_TH, now.lora)
         else:
             dx = torch.empty_like(x_TH)
-        return self._enter_backward(dn1, x_TH, self.norm1, kept.rstd1, dh, dx)
+        return self._enter_backward(dn1, x_TH, self.norm1, kept.stats1, dh, dx)
 
     def _attention_backward(self, do_wide: Tensor, kept: Kept, now: Pass) -> Tensor:
         """dqkv+ [T, (n + 2 m) d + P], its first columns filled."""
@@ -263,21 +268,21 @@ class DecoderLayer:
         attn = kept.attn[:, : self.groups["o"].k].unflatten(1, shape)
         seen = {"window": self.at.window, "softcap": s.attention_softcap}
         grads = attention_backward(dattn, *kept.heads, attn, kept.lse, now.plan, s.attention_scale, **seen)
-        dqkv_wide, _ = self.gradient_room("qkv", len(dattn), kept.h, now.lora)
-        if self.q_norm is None or self.k_norm is None:
-            pack_qkv_grad(*grads, dqkv_wide, *rope)
-            return dqkv_wide
+        dqkv_wide, dqkv = self.gradient_room("qkv", len(dattn), kept.h, now.lora)
         q, k, _ = self.heads(kept.qkv)
-        weights = self.q_norm, self.k_norm
         if s.qk_norm == "head":
-            (rstd,) = kept.rstd_qk
+            (q_norm, k_norm), (rstd,) = self.qk_norms, kept.stats_qk
+            weights = q_norm.weight, k_norm.weight
             pack_qk_norm_grad(*grads, q, k, *weights, rstd, dqkv_wide, *rope, s.norm_plus_one)
-            return dqkv_wide
-        pack_qkv_grad(*grads, dqkv_wide, *rope)
-        places = columns_of_heads(dqkv_wide, q.shape, s.num_kv_heads)
-        for place, x, weight, rstd in zip(places, (q, k), weights, kept.rstd_qk, strict=False):
-            dy = place.flatten(1)
-            rmsnorm_backward(dy, x.flatten(1), weight, rstd, plus_one=s.norm_plus_one, out=dy)
+        else:
+            pack_qkv_grad(*grads, dqkv_wide, *rope)
+        if s.qk_norm == "all":
+            places = columns_of_heads(dqkv_wide, q.shape, s.num_kv_heads)
+            for place, x, norm, stats in zip(places, (q, k), self.qk_norms, kept.stats_qk, strict=False):
+                dy = place.flatten(1)
+                norm.backward(dy, x.flatten(1), stats, out=dy)
+        if kept.unclipped is not None:
+            dqkv.mul_(kept.unclipped)
         return dqkv_wide
 
     def _mlp_backward(self, dout_TH: Tensor, kept: Kept, now: Pass) -> None:
@@ -312,28 +317,25 @@ class DecoderLayer:
         self,
         dn_TH: Tensor,
         x_TH: Tensor,
-        norm: Tensor | None,
-        rstd: Tensor | None,
+        norm: Norm | None,
+        stats: Tensor | None,
         skip_TH: Tensor,
         out: Tensor,
     ) -> Tensor:
         """The gradient of a sublayer's input: that of its norm, or of x itself, and that along the skip connection."""
-        if norm is None or rstd is None:
+        if norm is None or stats is None:
             return torch.add(dn_TH, skip_TH, out=out)
-        plus_one = self.spec.norm_plus_one
-        return rmsnorm_backward(dn_TH, x_TH, norm, rstd, residual=skip_TH, plus_one=plus_one, out=out)
+        return norm.backward(dn_TH, x_TH, stats, residual=skip_TH, out=out)
 
-    def _leave_backward(
-        self, dz_TH: Tensor, leaving: Leaving | None, post: Tensor | None, out: Tensor
-    ) -> None:
+    def _leave_backward(self, dz_TH: Tensor, leaving: Leaving | None, post: Norm | None, out: Tensor) -> None:
         """The gradient of y from that of what `leave` made of it; dz is left as it is."""
         scale = self.spec.residual_scale
         if post is None or leaving is None:
             torch.mul(dz_TH, scale, out=out)
             return
-        y, rstd = leaving
+        y, stats = leaving
         dz = dz_TH if scale == 1 else dz_TH * scale
-        rmsnorm_backward(dz, y, post, rstd, plus_one=self.spec.norm_plus_one, out=out)
+        post.backward(dz, y, stats, out=out)
 
     def _back(self, name: str, dy_wide: Tensor, x_wide: Tensor, now: Pass, *, need_dx: bool = True) -> Any:
         """dx [T, K] of a dy+ whose first N columns are filled, and the adapter's gradients."""

@@ -15,6 +15,7 @@ from covey.policies.decoder import DecoderPolicy
 from covey.policies.layer import DecoderLayer
 from covey.policies.linear import GROUPS, LinearGroup, Workspace
 from covey.policies.locate import ModelError, locate_model
+from covey.policies.norm import LayerNorm, Norm, RMSNorm
 from covey.policies.spec import ModelSpec, read_spec
 from covey.policies.weight import NF4Weight, PlainWeight
 
@@ -75,7 +76,7 @@ def load_policy(
         quantise = method == "qlora"
         reader = _LayerReader(checkpoint, spec, lora, compute, where, quantise=quantise, resident=resident)
         layers = [reader.layer(i) for i in range(spec.num_layers)]
-        norm = checkpoint.read(f"{prefix}norm.weight", (spec.hidden_size,), compute, where)
+        norm = reader.norm("norm")
         head = embedding
         if not spec.tied_head:
             head = checkpoint.read(checkpoint.head, size, compute, where)
@@ -130,12 +131,24 @@ class _LayerReader:
 
     def layer(self, index: int) -> DecoderLayer:
         root, spec = f"layers.{index}", self.spec
-        sizes = {name: (spec.hidden_size, file_name) for name, file_name in spec.norms.items()}
-        for name, size in zip(("q_norm", "k_norm"), spec.qk_norm_sizes, strict=False):
-            sizes[name] = size, f"self_attn.{name}"
-        norms = {name: self._read(f"{root}.{at}.weight", (size,)) for name, (size, at) in sizes.items()}
+        norms = {name: self.norm(f"{root}.{at}") for name, at in spec.norms.items()}
+        sizes = zip(("q_norm", "k_norm"), spec.qk_norm_sizes, strict=False)
+        qk_norms = tuple(self._rms_norm(f"{root}.self_attn.{name}", size) for name, size in sizes)
         groups = {name: self._group(root, name) for name in GROUPS}
-        return DecoderLayer(spec, norms, groups, index=index)
+        return DecoderLayer(spec, norms, qk_norms, groups, index=index)
+
+    def norm(self, name: str) -> Norm:
+        """The norm `name` of hidden states."""
+        size, parts = self.spec.hidden_size, self.spec.norm_parts
+        if self.spec.norm_kind == "rms":
+            return self._rms_norm(name, size)
+        return LayerNorm(
+            self.spec.norm_eps, **{part: self._read(f"{name}.{part}", (size,)) for part in parts}
+        )
+
+    def _rms_norm(self, name: str, size: int) -> RMSNorm:
+        weight = self._read(f"{name}.weight", (size,))
+        return RMSNorm(weight, self.spec.norm_eps, self.spec.norm_plus_one)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.checkpoint.read(f"{self.checkpoint.prefix}{name}", shape, self.dtype, self.device)
@@ -231,6 +244,8 @@ def _plan_memory(
     widths = 4 + len({"post1", "post2"} & set(spec.norms))  # of the hidden size
     per_token = widths * spec.hidden_size + 2 * spec.intermediate_size + heads * spec.head_dim
     activations = tokens * spec.num_layers * per_token * dtype.itemsize
+    if spec.qkv_clip:  # a byte each says whether it was clipped
+        activations += tokens * spec.num_layers * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     linears = sum(n * k for n, k, _ in spec.linears.values()) * spec.num_layers
     dense = linears * dtype.itemsize if method == "qlora" else 0
     if memory == "auto":

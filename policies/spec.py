@@ -6,9 +6,9 @@ One layer, with everything that some family has; what a family lacks is left out
     h   = x + residual_scale * post1(O a)
     out = h + residual_scale * post2(D (act(G n2) * (U n2)))                   n2 = norm2(h), or h
 
-with scores s = attention_scale * q k, capped to c tanh(s / c) where there is a soft-cap c, of the last `window`
-positions or of all. Before the layers x = embedding_scale * embedding, behind them logits = logit_scale *
-head(norm(x)), capped too.
+with Q n1, K n1 and V n1 clipped to [-qkv_clip, qkv_clip] where that is given, and scores s = attention_scale * q k,
+capped to c tanh(s / c) where there is a soft-cap c, of the last `window` positions or of all. Before the layers
+x = embedding_scale * embedding, behind them logits = logit_scale * head(norm(x)), capped too.
 """
 
 import json
@@ -32,6 +32,12 @@ ACTIVATIONS = {
 }
 # Models that also read images, with the model_type of their text part, which is the decoder here.
 WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+# Options of a configuration that change the layer into one which is not the decoder's.
+OUTSIDE = {
+    "use_bidirectional_attention": "covey's decoder is causal",
+    "use_parallel_residual": "in covey's decoder the MLP reads what the attention adds",
+    "qk_layernorm": "covey's decoder norms q and k by root mean square alone",
+}
 
 
 class OutsideDecoder(ModelError):
@@ -74,9 +80,12 @@ class ModelSpec:
     ropes: tuple[Rotary, ...]
     norms: Mapping[str, str]  # those of norm1, post1, norm2, post2 that a layer has, with their stored names
     prefix: str = "model."  # what names of weights in transformers begin with; files may have another
+    norm_kind: Literal["rms", "layer"] = "rms"  # those of q and k are always by root mean square
+    norm_parts: tuple[str, ...] = ("weight",)  # what is stored of each: a weight, a bias too, or nothing
     norm_plus_one: bool = False  # every norm of the model multiplies by 1 + weight
     qk_norm: Literal["", "head", "all"] = ""  # of each query and key head, or of all heads together
     qkv_bias: bool = False
+    qkv_clip: float = 0.0  # 0: none
     o_bias: bool = False
     mlp_bias: bool = False
     fused: bool = False  # the checkpoint holds Q, K and V as one matrix, and G and U
@@ -100,9 +109,10 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Parameters of the base model."""
         layer = sum(n * k + n * bias for n, k, bias in self.linears.values())
-        layer += len(self.norms) * self.hidden_size + sum(self.qk_norm_sizes)
+        norm = len(self.norm_parts) * self.hidden_size
+        layer += len(self.norms) * norm + sum(self.qk_norm_sizes)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return self.num_layers * layer + embeddings + norm
 
     @property
     def qk_norm_sizes(self) -> tuple[int, ...]:
@@ -155,8 +165,9 @@ def read_spec(folder: Path, context: int | None = None) -> ModelSpec:
     _check_quantisation(raw.get("quantization_config"), file)
     whole = _load_config(folder, file)
     config = whole.text_config if with_images else whole
-    if getattr(config, "use_bidirectional_attention", False):
-        raise OutsideDecoder(f"{file}: use_bidirectional_attention is set; covey's decoder is causal")
+    for option, why in OUTSIDE.items():
+        if getattr(config, option, False):
+            raise OutsideDecoder(f"{file}: {option} is set; {why}")
     changes = FAMILIES[kind].read(config)
     count = config.num_hidden_layers
     windows = changes.pop("windows", [None] * count)
@@ -170,6 +181,7 @@ def read_spec(folder: Path, context: int | None = None) -> ModelSpec:
     if "activation" not in changes and activation not in ACTIVATIONS:
         raise OutsideDecoder(f'{file}: activation "{activation}" is none of {", ".join(ACTIVATIONS)}')
     defaults = {
+        "norm_eps": getattr(config, "rms_norm_eps", None),  # families with other norms say theirs
         "norms": LLAMA_NORMS,
         "activation": ACTIVATIONS.get(activation),
         "attention_scale": _head_dim(config) ** -0.5,
@@ -184,7 +196,6 @@ def read_spec(folder: Path, context: int | None = None) -> ModelSpec:
         head_dim=_head_dim(config),
         max_positions=limit,
         tied_head=bool(whole.tie_word_embeddings),
-        norm_eps=config.rms_norm_eps,
         layers=tuple(LayerSpec(w or 0, r) for w, r in zip(windows, which, strict=True)),
         ropes=ropes,
         prefix="model.language_model." if with_images else "model.",

@@ -127,9 +127,7 @@ class InProcessEngine:
         most = needed if self.places is None else min(needed, self.places)
         if self._slots is None or not self._slots.room.holds(room) or self._most < most:
             self._slots, self._most = None, most  # the memory of the old ones goes first
-            self._slots = Slots(
-                self.policy, make_room(self.policy, room, least, most), room, self.eos_ids
-            )
+            self._slots = Slots(self.policy, make_room(self.policy, room, least, most), room, self.eos_ids)
         return self._slots, needed
 
     def _completion(self, row: Row) -> Completion:

@@ -11,6 +11,7 @@ from covey.policies.decoder import DecoderPolicy
 from covey.policies.linear import GROUPS
 from covey.policies.load import load_policy
 from covey.policies.locate import ModelError
+from covey.policies.norm import Norm
 from covey.policies.policy import Batch
 from covey.policies.tiny import byte_tokenizer
 from covey.rl.batch import to_device
@@ -88,9 +89,9 @@ class PlainDecoder:
         scale = self.policy.adapter.alpha / self.policy.adapter.rank
         return y if a is None or b is None else y + scale * (x @ a.t()) @ b.t()
 
-    def norm(self, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-        assert w is not None
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps=self.spec.norm_eps)
+    def norm(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        assert norm is not None
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, eps=self.spec.norm_eps)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         half = self.spec.head_dim // 2

@@ -115,10 +115,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, what its conf
             "tie_word_embeddings": True,
         },
     ),
+    "olmo": ("olmo", {"attention_bias": True, "clip_qkv": 1.5}),
+    "olmo, unclipped": ("olmo", {}),
     "olmo2": ("olmo2", {"attention_bias": True}),
     "olmo3": (
         "olmo3",
         {"layer_types": MIXED, "sliding_window": 4, "rope_parameters": TWO_ROPES},
+    ),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "layer_norm_eps": 1e-3}),
+    "stablelm, half rotary": (
+        "stablelm",
+        {"partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     ),
     "granite": (
         "granite",
@@ -417,6 +424,14 @@ def test_what_the_decoder_does_not_cover_is_named(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(llama | changes))
         with pytest.raises(OutsideDecoder, match=message):
             read_spec(tmp_path)
+    stablelm = transformers.StableLmConfig(**SIZES).to_dict()
+    for option, why in [
+        ("use_parallel_residual", "in covey's decoder the MLP reads what the attention adds"),
+        ("qk_layernorm", "covey's decoder norms q and k by root mean square alone"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(stablelm | {option: True}))
+        with pytest.raises(OutsideDecoder, match=rf"config\.json: {option} is set; {why}"):
+            read_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json: not a JSON file"):
         read_spec(tmp_path)
@@ -439,9 +454,13 @@ def flat_gradient(folder: Path, dtype: str, device: str, memory: Any = "fast") -
 
 
 @pytest.mark.slow
-def test_the_triton_kernels_give_the_gradient_of_the_references(folder_of, monkeypatch):
-    """Which equals transformers'. Gemma 3: norms of 1 + w, of heads and behind each part, windows through prefixes."""
-    folder = folder_of("gemma3_text")
+@pytest.mark.parametrize("case", ["gemma3_text", "stablelm"])
+def test_the_triton_kernels_give_the_gradient_of_the_references(case, folder_of, monkeypatch):
+    """Which equals transformers'. Gemma 3: norms of 1 + w, of heads and behind each part, windows through prefixes.
+
+    StableLM: layer norms.
+    """
+    folder = folder_of(case)
     expected = flat_gradient(folder, "float64", "cpu")
     monkeypatch.setenv("COVEY_KERNELS", "triton")
     torch.testing.assert_close(flat_gradient(folder, "float64", "cpu"), expected, rtol=0, atol=1e-10)
@@ -463,7 +482,7 @@ def test_bf16_on_a_gpu_is_as_good_as_on_a_cpu(case, folder_of):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory", ["fast", "lean"])
-@pytest.mark.parametrize("case", ["gemma3_text", "olmo3", "granite"])
+@pytest.mark.parametrize("case", ["gemma3_text", "olmo", "olmo3", "granite", "stablelm"])
 def test_a_pass_never_waits_for_the_device(case, memory, folder_of):
     from covey.rl.batch import to_device
 

@@ -315,9 +315,8 @@ def test_gguf_of_another_family_is_read_by_the_decoder(cache, tmp_path):
     worth = write_gguf(tmp_path / "model.gguf", "Q8_0", "qwen3", head=128)
     policy = load_policy(tmp_path / "model.gguf", method="lora", dtype="float32", device="cpu")
     assert policy.spec.family == "qwen3"
-    q_norm = policy.layers[0].q_norm
-    assert q_norm is not None
-    np.testing.assert_array_equal(q_norm.numpy(), worth["model.layers.0.self_attn.q_norm.weight"])
+    q_norm, _ = policy.layers[0].qk_norms
+    np.testing.assert_array_equal(q_norm.weight.numpy(), worth["model.layers.0.self_attn.q_norm.weight"])
     ids = list(range(40))
     direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     theirs = direct(torch.tensor([ids])).logits[0].detach()

@@ -103,7 +103,9 @@ def test_every_update_is_sampled_from(plenty, tiny_llama, monkeypatch):
 def test_sleep_gives_the_memory_back(tiny_llama, monkeypatch):
     monkeypatch.setattr(memory, "PLENTY", 2.0)
     engine = engine_of(tiny_llama, method="qlora", dtype="bfloat16", memory="lean")
-    engine.generate(mixed_prompts(), 8, Sampling(64))  # libraries take their workspaces with the first product
+    engine.generate(
+        mixed_prompts(), 8, Sampling(64)
+    )  # libraries take their workspaces with the first product
     engine.sleep()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
