@@ -5,6 +5,7 @@ all weights are trained they are put in the place of vLLM's. Either comes in bef
 number that none had before, and what the prefix cache holds of earlier weights is dropped.
 """
 
+import gc
 import itertools
 import json
 import logging
@@ -13,7 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class VllmEngine:
         max_length: int,
         device: torch.device,
     ):
-        self.llm, self.decode, self.eos_ids = llm, decode, frozenset(eos_ids)
+        self.llm: Any = llm
+        self.decode, self.eos_ids = decode, frozenset(eos_ids)
         self.max_length, self.device = max_length, device
         self.version = 0
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -135,7 +137,11 @@ class VllmEngine:
         """Ends it. vLLM's state is the process's: a second one would break when the first one goes."""
         if not self._closed:
             self._closed = True
+            if self._asleep:  # memory that is not there cannot be freed
+                self.llm.wake_up(tags=["weights", "kv_cache"])
             vllm_versions.shut_down(self.llm)
+            self.llm = None
+            gc.collect()  # its weights
 
     def _hand_over(self) -> None:
         if self._weights is None:
@@ -196,10 +202,12 @@ def open_vllm(
         arguments = memory | arguments
     log.info("starting vLLM %s with %s weights; this takes about a minute", vllm.__version__, serving.base)
     start = time.monotonic()
-    with _kept_random_state():
+    nf4 = serving.base == "nf4"
+    rounding = vllm_versions.rounded_before_quantised(getattr(torch, serving.dtype)) if nf4 else nullcontext()
+    with _kept_random_state(), rounding:
         try:
             llm = vllm.LLM(**arguments, use_tqdm_on_load=False)
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError, AssertionError) as error:
             raise VllmError(f"vLLM {vllm.__version__} does not start with this model: {error}") from error
     log.info("vLLM is there after %.0f s", time.monotonic() - start)
     engine = VllmEngine(llm, decode, eos_ids, adapter=adapter, max_length=serving.max_length, device=device)

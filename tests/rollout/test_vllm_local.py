@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bitsandbytes import functional
 
 from covey.rollout import vllm_local
 from covey.rollout.engine import Prompt, Sampling
@@ -343,12 +344,41 @@ def test_what_vllm_is_started_with(vllm: types.ModuleType) -> None:
 
 @pytest.mark.usefixtures("vllm")
 def test_there_is_one_in_a_process() -> None:
-    first, second = (open_vllm(serving(), spelled, [0], adapter=ADAPTER, device=CPU) for _ in range(2))
-    assert first.llm.log == [("shutdown",)] and second.llm.log == []
+    first = open_vllm(serving(), spelled, [0], adapter=ADAPTER, device=CPU)
+    llm = first.llm
+    second = open_vllm(serving(), spelled, [0], adapter=ADAPTER, device=CPU)
+    assert llm.log == [("shutdown",)] and second.llm.log == [] and first.llm is None
     with pytest.raises(VllmError, match="a later run of this process has its own vLLM now"):
         next_tokens(first)
     second.update({B: torch.full((64, 1), 6 / 64)}, 1)
     assert next_tokens(second) == {(6, 1)}
+
+
+@pytest.mark.usefixtures("vllm")
+def test_one_that_sleeps_is_woken_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_local, "short_of_memory", lambda device: True)
+    engine, llm = engine_of()
+    engine.sleep()
+    engine.close()
+    engine.close()
+    assert llm.log == [("sleep", 1), ("wake", "weights", "kv_cache"), ("shutdown",)]
+
+
+def test_four_bits_are_made_of_what_the_trainer_makes_them_of(vllm: types.ModuleType) -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+
+    class Loads(FakeLLM):
+        def __init__(self, **arguments: Any):
+            super().__init__(**arguments)
+            self.packed, _ = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+
+    vllm.LLM = Loads  # type: ignore[attr-defined]
+    vllm.__version__ = "0.26.0"  # type: ignore[attr-defined]
+    for base, expected in (("nf4", weight.bfloat16()), ("unquantised", weight)):
+        engine = open_vllm(serving(base=base, dtype="bfloat16"), spelled, [0], adapter=ADAPTER, device=CPU)
+        assert torch.equal(engine.llm.packed, functional.quantize_4bit(expected, quant_type="nf4")[0])
+    rounded, plain = (functional.quantize_4bit(w, quant_type="nf4")[0] for w in (weight.bfloat16(), weight))
+    assert not torch.equal(rounded, plain)
 
 
 def test_arguments_that_depend(monkeypatch: pytest.MonkeyPatch) -> None:
