@@ -25,7 +25,7 @@ PHASES = {
     "torch": "torch and covey imported",
     "prompts": "transformers imported, tokenizer and data read",
     "adapter": "GPU started, adapter made",
-    "bitsandbytes": "bitsandbytes imported, embedding read",
+    "embedding": "embedding read",
     "weights": "weights read and quantised",
     "ready": "optimiser made, run described",
     "prefill": "first prompts computed",
@@ -92,7 +92,7 @@ def watch(clock: Clock) -> None:
     def first_matrix() -> None:
         import bitsandbytes  # noqa: F401  # as the first matrix would
 
-        clock.mark("bitsandbytes")
+        clock.mark("embedding")
 
     around(GrpoTrainer, "load_weights", before=mark("prompts"))
     around(load, "open_checkpoint", before=mark("adapter"))

@@ -111,31 +111,40 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [T, n, d] in q's dtype and lse [n, T] in float32 (float64 for float64).
 
     The inputs may be views into one buffer: heads and tokens of any stride, contiguous in d. window: how many
     positions a query sees, 0 for all. softcap: c, 0 for none. out: where o goes, of the same shape and dtype as q, no
-    overlap with the inputs. Raises ValueError for what the plan's kind cannot do and for an `out` that does not fit.
+    overlap with the inputs. lse: where that goes. Raises ValueError for what the plan's kind cannot do and for an
+    `out` that does not fit.
     """
     window = _checked_window(plan, window, softcap)
     _check_out(out, q_Tnd)
     if not q_Tnd.shape[0]:
-        lse = torch.empty((q_Tnd.shape[1], 0), dtype=torch.promote_types(q_Tnd.dtype, torch.float32))
-        return q_Tnd.new_empty(q_Tnd.shape) if out is None else out, lse.to(q_Tnd.device)
+        return q_Tnd.new_empty(q_Tnd.shape) if out is None else out, lse_room(q_Tnd)
     if plan.tiles is not None:
         from covey.kernels import attention_triton
 
         q, k, v = _fit(q_Tnd, k_Tmd, v_Tmd)
         o = q.new_empty(q.shape) if out is None else out
-        return o, attention_triton.forward(q, k, v, plan.tiles, scale, window, softcap, o)
+        lse = lse_room(q) if lse is None else lse
+        attention_triton.forward(q, k, v, plan.tiles, scale, window, softcap, o, lse)
+        return o, lse
     if plan.flash is not None:
-        o, lse = flash_attention(q_Tnd, k_Tmd, v_Tmd, plan.flash, scale)
+        o, its_lse = flash_attention(q_Tnd, k_Tmd, v_Tmd, plan.flash, scale)
     elif plan.cudnn is not None:
-        o, lse = cudnn_attention(q_Tnd, k_Tmd, v_Tmd, plan.cudnn, scale)
+        o, its_lse = cudnn_attention(q_Tnd, k_Tmd, v_Tmd, plan.cudnn, scale)
     else:
-        o, lse = attention_reference(q_Tnd, k_Tmd, v_Tmd, plan.blocks, scale, window, softcap)
-    return o if out is None else out.copy_(o), lse
+        o, its_lse = attention_reference(q_Tnd, k_Tmd, v_Tmd, plan.blocks, scale, window, softcap)
+    return o if out is None else out.copy_(o), its_lse if lse is None else lse.copy_(its_lse)
+
+
+def lse_room(q_Tnd: Tensor) -> Tensor:
+    """An empty lse [n, T]."""
+    wide = torch.promote_types(q_Tnd.dtype, torch.float32)
+    return torch.empty((q_Tnd.shape[1], len(q_Tnd)), dtype=wide, device=q_Tnd.device)
 
 
 def attention_backward(

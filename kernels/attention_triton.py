@@ -71,11 +71,11 @@ INTERPRETED = Tile(16, 16, 1, 1)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, lists: TileLists, scale: float, window: int, softcap: float, o: Tensor
-) -> Tensor:
-    """Fills o [T, n, d] and returns lse [n, T]."""
+    q: Tensor, k: Tensor, v: Tensor, lists: TileLists,
+    scale: float, window: int, softcap: float, o: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """Fills o [T, n, d] and lse [n, T]."""
     (tokens, n, _), heads = q.shape, k.shape[1]
-    lse = torch.empty((n, tokens), dtype=_wide(q.dtype), device=q.device)
     tile = _launch(q, k).forward
     work = lists.queries(tile.rows * heads // n, window)
     ahead = tile.ahead and _describable(k) and _describable(v)
@@ -84,7 +84,6 @@ def forward(
         q, k, v, *described, o, lse, work, tokens, window,
         *_strides(q, k, v, o), **_common(q, k, scale, window, softcap, tile),
     )  # fmt: skip
-    return lse
 
 
 def backward(
@@ -161,10 +160,6 @@ def _descriptor(x_Tmd: Tensor, tile: Tile) -> TensorDescriptor:
 
 def _padded(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _strides(*tensors: Tensor) -> list[int]:

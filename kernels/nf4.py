@@ -11,9 +11,10 @@ D * absmax2 is rounded before offset is added (no fused multiply-add), the produ
 only then cast to the output's dtype. One difference is left: bitsandbytes' CUDA build flushes results below 2^-126 to
 zero; its CPU code and this do not. Blocks of 64 with nested scales take 4 + 8/64 + 32/(64 * 256) = 4.127 bits a weight.
 
-No kernel quantises: that happens once in a run and stays with bitsandbytes, whose own results differ between devices.
-Its CUDA code multiplies by an approximate reciprocal of the largest magnitude, its CPU code by the rounded one, and the
-two search D in different ways. `quantize_nf4_reference` takes the nearest code.
+Quantising takes the nearest code, q = #(midpoints of CODE < w r), r = 1 / absmax. bitsandbytes' own results differ
+between devices: its CUDA code has an approximate r, as the hardware gives it, and finds D by a search that halves an
+interval; its CPU code has the rounded r and another search. `quantize_nf4` is its CUDA code bit for bit on a GPU, and
+elsewhere the nearest code of both tables.
 """
 
 from dataclasses import dataclass
@@ -115,6 +116,25 @@ def absmax_reference(weight: NF4) -> Tensor:
     return nested.code[weight.absmax.int()] * absmax2 + nested.offset
 
 
+def quantize_nf4(weight_NK: Tensor, blocksize: int = BLOCK, *, nested: bool = True) -> NF4:
+    """The matrix in 4 bits. weight: bfloat16, float16 or float32, contiguous."""
+    assert weight_NK.dtype in DTYPES and weight_NK.is_contiguous()
+    if not use_triton(weight_NK, "quantize_nf4"):
+        return quantize_nf4_reference(weight_NK, blocksize, nested=nested)
+    from covey.kernels import nf4_triton
+
+    shape = weight_NK.shape[0], weight_NK.shape[1]
+    packed, absmax = nf4_triton.quantize(weight_NK, blocksize)
+    if not nested:
+        return NF4(packed, absmax, shape, weight_NK.dtype, blocksize)
+    offset, dynamic = absmax.mean(), dynamic_code(weight_NK.device)
+    left = absmax - offset
+    blocks = torch.nn.functional.pad(left, (0, -len(left) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    absmax2 = blocks.abs().amax(1)
+    a = _searched((blocks * nf4_triton.reciprocal(absmax2)[:, None]).view(-1)[: len(left)], dynamic)
+    return NF4(packed, a, shape, weight_NK.dtype, blocksize, Nested(absmax2, dynamic, offset))
+
+
 def quantize_nf4_reference(weight_NK: Tensor, blocksize: int = BLOCK, *, nested: bool = True) -> NF4:
     """Quantise to the nearest code; exactly between two, to the smaller one."""
     code = code_book(weight_NK.device)
@@ -137,6 +157,23 @@ def _nearest(x_E: Tensor, code: Tensor, blocksize: int) -> tuple[Tensor, Tensor]
     scaled = blocks * (1 / absmax.clamp(min=1e-38))[:, None]
     q = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2)
     return q.to(torch.uint8).view(-1)[:size], absmax
+
+
+def _searched(x_E: Tensor, code: Tensor) -> Tensor:
+    """Index of the nearest of 256 codes, uint8 [E]; exactly between two, the one where the search for it ends.
+
+    The interval around x starts as (-1, 1) and is halved seven times.
+    """
+    at = torch.full_like(x_E, 127, dtype=torch.int64)
+    below, above = torch.zeros_like(at), torch.full_like(at, 255)
+    for step in (64, 32, 16, 8, 4, 2, 1):
+        up = x_E > code[at]
+        below, above = torch.where(up, at, below), torch.where(up, above, at)
+        at = torch.where(up, at + step, at - step)
+    up = x_E > code[at]
+    other = torch.where(up, above, below)
+    middle = (code[other] + code[at]) * 0.5
+    return torch.where(torch.where(up, x_E > middle, x_E < middle), other, at).to(torch.uint8)
 
 
 def dynamic_code(device: torch.device) -> Tensor:

@@ -1,19 +1,22 @@
-"""Reading NF4 in Triton; formulas and format in kernels/nf4.py, where the arguments were checked.
+"""Reading and making NF4 in Triton; formulas and format in kernels/nf4.py, where the arguments were checked.
 
 A unit is as many elements of one row as fill a 16-byte store: 8 of 16 bit or 4 of 32 bit. Their 4 or 2 packed bytes are
 loaded as one integer. Neighbouring threads hold neighbouring units, which makes loads and stores whole cache lines.
 Everything is read once, but for the small tables, which stay in the first-level cache. K and the row stride are
 compile-time constants: dividing by K costs little, and the alignment of rows is known.
 """
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from covey.kernels.dispatch import interpreted
+
 TILE = 512  # units of a program
 WARPS = 4
+QUANTIZED = 2048  # elements of a program that quantises, or one block
 # How a nibble becomes its code: "gather" reads a table in shared memory (16 words in 16 banks: no conflicts; shift,
 # mask and load are three instructions), "load" the same table through the first-level cache (five, because addresses
 # have 64 bits). Selecting among 16 constants would take 15 instructions more.
@@ -89,3 +92,80 @@ def _dequantize(
     w = (value * scale[:, None]).to(out_ptr.dtype.element_ty)
     at = (unit // UNITS_PER_ROW).to(tl.int64) * ROW + (unit % UNITS_PER_ROW) * PER
     tl.store(out_ptr + at[:, None] + i[None, :], w, mask=mask[:, None])
+
+
+def quantize(weight_NK: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
+    """(packed uint8 [ceil(E / 2)], absmax float32 [B])."""
+    size, device = weight_NK.numel(), weight_NK.device
+    packed = torch.empty((size + 1) // 2, dtype=torch.uint8, device=device)
+    absmax = torch.empty(-(-size // blocksize), dtype=torch.float32, device=device)
+    blocks = max(1, QUANTIZED // blocksize)
+    if size:
+        with torch.cuda.device_of(weight_NK):
+            _quantize[(-(-len(absmax) // blocks),)](
+                weight_NK, packed, absmax, size, blocksize, blocks, not interpreted(), num_warps=WARPS
+            )
+    return packed, absmax
+
+
+def reciprocal(x_E: Tensor) -> Tensor:
+    """1 / x as the hardware gives it, float32 [E]; about one unit in the last place from the rounded one."""
+    out = torch.empty_like(x_E)
+    if out.numel():
+        with torch.cuda.device_of(x_E):
+            _reciprocals[(-(-x_E.numel() // TILE),)](x_E, out, x_E.numel(), not interpreted(), TILE)
+    return out
+
+
+@triton.jit
+def _reciprocal(x, HARDWARE: tl.constexpr):
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _reciprocals(x_ptr, out_ptr, size, HARDWARE: tl.constexpr, TILE: tl.constexpr):
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    x = tl.load(x_ptr + i, mask=i < size, other=1.0)
+    tl.store(out_ptr + i, _reciprocal(x, HARDWARE), mask=i < size)
+
+
+@triton.jit
+def _quantize(
+    w_ptr,
+    packed_ptr,
+    absmax_ptr,
+    size,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a program
+    HARDWARE: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    e = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    w = tl.load(w_ptr + e, mask=e < size, other=0.0).to(tl.float32)
+    absmax = tl.max(tl.abs(w), 1)
+    tl.store(absmax_ptr + block, absmax, mask=block * BLOCK < size)
+    x = w * _reciprocal(absmax, HARDWARE)[:, None]
+    # How many midpoints between two codes are below; none where all of a block is 0 and x is not a number.
+    q = (x > -0.8480964004993439).to(tl.int32)
+    q += (x > -0.6106329262256622).to(tl.int32)
+    q += (x > -0.4599952697753906).to(tl.int32)
+    q += (x > -0.33967943489551544).to(tl.int32)
+    q += (x > -0.23460740596055984).to(tl.int32)
+    q += (x > -0.13791173323988914).to(tl.int32)
+    q += (x > -0.045525018125772476).to(tl.int32)
+    q += (x > 0.03979014977812767).to(tl.int32)
+    q += (x > 0.1202552504837513).to(tl.int32)
+    q += (x > 0.2035212516784668).to(tl.int32)
+    q += (x > 0.2920137718319893).to(tl.int32)
+    q += (x > 0.3893125355243683).to(tl.int32)
+    q += (x > 0.5016634166240692).to(tl.int32)
+    q += (x > 0.6427869200706482).to(tl.int32)
+    q += (x > 0.8614784181118011).to(tl.int32)
+    first, second = tl.split(tl.reshape(q, (BLOCKS, BLOCK // 2, 2)))
+    byte = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(packed_ptr + byte, (first << 4 | second).to(tl.uint8), mask=byte < (size + 1) // 2)

@@ -6,7 +6,7 @@ Axes: T tokens of a packed batch, M scored positions, B rows being decoded, H hi
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from covey.policies.layer import DecoderLayer, Heads, LayerFunction, Pass, Rope
 from covey.policies.linear import LinearGroup
 from covey.policies.norm import Norm
 from covey.policies.policy import Batch, Scored
+from covey.policies.recorded import recorded_passes
 from covey.policies.spec import ModelSpec
 
 
@@ -62,6 +63,7 @@ class DecoderPolicy:
         self.windowed_kind: Kind = kinds[-1]
         parks = self.device.type == "cuda" and not keep_activations
         self._stream = torch.cuda.Stream(self.device) if parks else None
+        self.recorded = recorded_passes(cast(Any, self))
 
     # What the trainer uses
 
@@ -71,18 +73,20 @@ class DecoderPolicy:
         hidden = self.embed(batch.input_ids)
         trains = torch.is_grad_enabled() and self._lora is self.adapter.groups
         hidden.requires_grad_(trains)
-        now = Pass(
-            self.rope(batch.positions),
-            self.plan(batch.segments),
-            self._lora,
-            self.adapter.scale,
-            self.keep_activations,
-            HostStore(self._stream) if trains and self._stream is not None else None,
-        )
-        for layer in self.layers:
-            hidden = LayerFunction.apply(hidden, layer, now)
+        ropes, tokens, out = self.rope(batch.positions), len(hidden), None
+        if self.recorded is not None and (size := self.recorded.size(tokens)):
+            rest = torch.tensor([[tokens, size, 0, 0]], dtype=torch.int32)
+            plan = self.plan(torch.cat((batch.segments, rest)))
+            out = self.recorded.run(hidden, ropes, plan, trains)
+        if out is None:
+            store = HostStore(self._stream) if trains and self._stream is not None else None
+            plan, scale = self.plan(batch.segments), self.adapter.scale
+            now = Pass(ropes, plan, self._lora, scale, self.keep_activations, store)
+            out = hidden
+            for layer in self.layers:
+                out = LayerFunction.apply(out, layer, now)
         logp, entropies = HeadFunction.apply(
-            hidden, self, batch.source, batch.target, batch.temperature, entropy, entropy and entropy_gradient
+            out, self, batch.source, batch.target, batch.temperature, entropy, entropy and entropy_gradient
         )
         return Scored(logp, entropies)
 

@@ -13,6 +13,7 @@ activations that are not needed any more, and in the `lean` mode it keeps the la
 memory, policies/host_store.py) and runs the layer once more, except for the last product if nothing reads its result.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.kernels.attention import AttentionPlan, attention, attention_backward
+from covey.kernels.attention import AttentionPlan, attention, attention_backward, lse_room
 from covey.kernels.gated_mlp import gated, gated_backward
 from covey.kernels.lora_linear import (
     LoraGroup,
@@ -35,6 +36,7 @@ from covey.kernels.rope import columns_of_heads, pack_qkv_grad, rope_inplace
 from covey.policies.host_store import HostStore
 from covey.policies.linear import LinearGroup
 from covey.policies.norm import Norm, RMSNorm
+from covey.policies.recording import Recording
 from covey.policies.spec import ModelSpec
 
 Rope = tuple[Tensor, Tensor]  # cos and sin [T, 1, d_rot / 2]
@@ -53,6 +55,13 @@ class Pass:
     keep: bool  # keep activations for the backward; otherwise the backward computes them again
     store: HostStore | None = None  # where the layers' inputs wait meanwhile; None: where they are
     room: dict[str, Tensor] = field(default_factory=dict)  # the buffer in which the newest dx lies
+    recording: Recording | None = None  # of which this pass becomes a part
+
+    def attend(self, run: Callable[..., Any], *tensors: Tensor) -> Any:
+        """run(plan, *tensors), what depends on how the batch is divided into segments; None while it is recorded."""
+        if self.recording is None:
+            return run(self.plan, *tensors)
+        return self.recording.leave_out(run, *tensors)
 
 
 @dataclass(slots=True)
@@ -95,6 +104,7 @@ class DecoderLayer:
         self.qk_norms = qk_norms
         self.groups = groups  # qkv, o, gate_up, down
         self.index = index  # the first is 0
+        self.sight: dict[str, Any] = {"window": self.at.window, "softcap": spec.attention_softcap}
         # What a sublayer computes is added to x as it is, so the gradient of x is also that of the sublayer's linear.
         self.direct = self.post1 is None and self.post2 is None and spec.residual_scale == 1
 
@@ -225,8 +235,8 @@ class DecoderLayer:
         unclipped = qkv.abs() <= s.qkv_clip if s.qkv_clip else None
         heads, stats_qk = self.place(qkv, now.ropes[self.at.rope])
         attn_wide, attn = self.attend_room(qkv, lora)
-        seen = {"window": self.at.window, "softcap": s.attention_softcap}
-        _, lse = attention(*heads, now.plan, s.attention_scale, out=attn, **seen)
+        lse = lse_room(heads[0])
+        now.attend(self._attention, *heads, attn, lse)
         leaving1, h, n2, stats2, gate_up = self.middle(x_TH, attn_wide, lora, scale)
         kept = Kept(n1, stats1, qkv, heads, stats_qk, attn_wide, lse, leaving1, h, n2, stats2, gate_up)
         kept.unclipped = unclipped
@@ -235,6 +245,17 @@ class DecoderLayer:
             out, z_down, kept.leaving2 = self.end(h, gate_up, lora, scale)
             kept.z_down = z_down.contiguous()  # a copy: the activation itself is not kept
         return out, kept
+
+    def _attention(self, plan: AttentionPlan, *tensors: Tensor) -> None:
+        """tensors: q, k, v, and where o and lse go."""
+        q, k, v, o, lse = tensors
+        attention(q, k, v, plan, self.spec.attention_scale, out=o, lse=lse, **self.sight)
+
+    def _attention_gradients(self, plan: AttentionPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """tensors: do, q, k, v, o, lse, and where dq, dk, dv go if anywhere special."""
+        (do, q, k, v, o, lse, *places), scale = tensors, self.spec.attention_scale
+        out: Any = tuple(places) or None
+        return attention_backward(do, q, k, v, o, lse, plan, scale, out=out, **self.sight)
 
     def backward(self, dout_TH: Tensor, x_TH: Tensor, kept: Kept, now: Pass) -> Tensor | None:
         """dx [T, H], or None in the first layer."""
@@ -266,19 +287,20 @@ class DecoderLayer:
         shape = (s.num_heads, s.head_dim)
         dattn = self._back("o", do_wide, kept.attn, now).unflatten(1, shape)
         attn = kept.attn[:, : self.groups["o"].k].unflatten(1, shape)
-        seen = {"window": self.at.window, "softcap": s.attention_softcap}
-        grads = attention_backward(dattn, *kept.heads, attn, kept.lse, now.plan, s.attention_scale, **seen)
+        places: Any = () if now.recording is None else tuple(map(torch.empty_like, kept.heads))
+        inputs = dattn, *kept.heads, attn, kept.lse
+        dq, dk, dv = now.attend(self._attention_gradients, *inputs, *places) or places
         dqkv_wide, dqkv = self.gradient_room("qkv", len(dattn), kept.h, now.lora)
         q, k, _ = self.heads(kept.qkv)
         if s.qk_norm == "head":
             (q_norm, k_norm), (rstd,) = self.qk_norms, kept.stats_qk
             weights = q_norm.weight, k_norm.weight
-            pack_qk_norm_grad(*grads, q, k, *weights, rstd, dqkv_wide, *rope, s.norm_plus_one)
+            pack_qk_norm_grad(dq, dk, dv, q, k, *weights, rstd, dqkv_wide, *rope, s.norm_plus_one)
         else:
-            pack_qkv_grad(*grads, dqkv_wide, *rope)
+            pack_qkv_grad(dq, dk, dv, dqkv_wide, *rope)
         if s.qk_norm == "all":
-            places = columns_of_heads(dqkv_wide, q.shape, s.num_kv_heads)
-            for place, x, norm, stats in zip(places, (q, k), self.qk_norms, kept.stats_qk, strict=False):
+            columns = columns_of_heads(dqkv_wide, q.shape, s.num_kv_heads)
+            for place, x, norm, stats in zip(columns, (q, k), self.qk_norms, kept.stats_qk, strict=False):
                 dy = place.flatten(1)
                 norm.backward(dy, x.flatten(1), stats, out=dy)
         if kept.unclipped is not None:

@@ -238,14 +238,7 @@ def _plan_memory(
     memory: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, method: str, tokens: int
 ) -> tuple[bool, bool]:
     """(keep dequantised weights, keep activations)."""
-    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads  # q, the attention's output, k and v
-    if spec.qk_norm:
-        heads += spec.num_heads + spec.num_kv_heads  # q and k before their norms
-    widths = 4 + len({"post1", "post2"} & set(spec.norms))  # of the hidden size
-    per_token = widths * spec.hidden_size + 2 * spec.intermediate_size + heads * spec.head_dim
-    activations = tokens * spec.num_layers * per_token * dtype.itemsize
-    if spec.qkv_clip:  # a byte each says whether it was clipped
-        activations += tokens * spec.num_layers * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    activations = tokens * spec.num_layers * spec.kept_bytes(dtype.itemsize)
     linears = sum(n * k for n, k, _ in spec.linears.values()) * spec.num_layers
     dense = linears * dtype.itemsize if method == "qlora" else 0
     if memory == "auto":

@@ -114,6 +114,17 @@ class ModelSpec:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
         return self.num_layers * layer + embeddings + norm
 
+    def kept_bytes(self, itemsize: int) -> int:
+        """About what a layer keeps of a token for its backward."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q, the attention's output, k and v
+        if self.qk_norm:
+            heads += self.num_heads + self.num_kv_heads  # q and k before their norms
+        widths = 4 + len({"post1", "post2"} & set(self.norms))  # of the hidden size
+        kept = (widths * self.hidden_size + 2 * self.intermediate_size + heads * self.head_dim) * itemsize
+        if self.qkv_clip:  # a byte each says whether it was clipped
+            kept += (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return kept
+
     @property
     def qk_norm_sizes(self) -> tuple[int, ...]:
         """Sizes of the weights q_norm and k_norm; empty where there are none."""

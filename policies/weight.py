@@ -6,20 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.kernels.nf4 import BLOCK, NESTED_BLOCK, NF4, Nested, dequantize_nf4
+from covey.kernels.dispatch import use_triton
+from covey.kernels.nf4 import BLOCK, NESTED_BLOCK, NF4, Nested, dequantize_nf4, quantize_nf4
 from covey.policies.locate import ModelError
 
 
 class NF4Weight:
-    """A matrix [N, K] in 4 bits, quantised by bitsandbytes; kernels/nf4.py says how it is read."""
+    """A matrix [N, K] in 4 bits, the very ones of bitsandbytes; kernels/nf4.py says how they are made and read."""
 
     def __init__(self, weight_NK: Tensor, dtype: torch.dtype):
+        weight = weight_NK.to(dtype).contiguous()
+        self._rounded: NF4 | None = None
+        if weight.is_cuda and use_triton(weight, "quantize_nf4"):  # bitsandbytes takes seconds to import
+            self.nf4 = quantize_nf4(weight)
+            return
         from bitsandbytes import functional
 
-        packed, state = functional.quantize_4bit(
-            weight_NK.to(dtype).contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
-        )
-        self._take(packed, state, dtype)
+        options = {"blocksize": BLOCK, "compress_statistics": True, "quant_type": "nf4"}
+        self._take(*functional.quantize_4bit(weight, **options), dtype)
 
     @classmethod
     def stored(

@@ -46,7 +46,7 @@ def make_room(policy: "DecoderPolicy", room: Room, least: int, most: int) -> KVP
     MemoryError if there are not even `least` places.
     """
     place = place_bytes(policy.spec, policy.dtype)
-    free = int(USABLE * available(policy.device)) - work_bytes(policy, room, come_back=False)
+    free = int(USABLE * _room_beside(policy)) - work_bytes(policy, room, come_back=False)
     unheld = policy.unheld_bytes
     wanted = min(most, max(least, most * ENOUGH_ROWS // room.rows)) * place
     if 0 < unheld <= free - wanted and holding_pays(policy, room.rows):
@@ -94,6 +94,11 @@ def available(device: torch.device) -> int:
     return free_memory(device) + max(0, unused)
 
 
+def _room_beside(policy: "DecoderPolicy") -> int:
+    """What is available, less the memory that torch holds for the trainer's recordings."""
+    return available(policy.device) - (policy.recorded.memory_bytes if policy.recorded is not None else 0)
+
+
 def work_bytes(policy: "DecoderPolicy", room: Room, come_back: bool = True) -> int:
     """About what a pass over prompts, or a step with its logits, takes for a moment."""
     s = policy.spec
@@ -105,4 +110,4 @@ def keeps_asleep(policy: "DecoderPolicy") -> bool:
     """True if training is not short of memory though nothing is given back."""
     if policy.device.type != "cuda":
         return False
-    return available(policy.device) > PLENTY * torch.cuda.get_device_properties(policy.device).total_memory
+    return _room_beside(policy) > PLENTY * torch.cuda.get_device_properties(policy.device).total_memory

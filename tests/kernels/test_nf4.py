@@ -249,6 +249,48 @@ def test_quantises_scales_to_the_nearest_code():
     assert (mine.absmax == theirs.absmax).float().mean() > 0.99
 
 
+def through_quantize(w: torch.Tensor, blocksize: int, monkeypatch: pytest.MonkeyPatch) -> NF4:
+    monkeypatch.setenv("COVEY_KERNELS", "triton")
+    return nf4.quantize_nf4(w, blocksize, nested=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel has the hardware's reciprocal")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+def test_the_kernel_quantises_like_bitsandbytes_on_a_cpu(blocksize: int, dtype: torch.dtype, monkeypatch):
+    for shape in ((64, 192), (9, 100), (5, 33), (1, 1)):
+        w = torch.randn(shape).to(dtype)
+        packed, state = bnb.quantize_4bit(w, blocksize=blocksize, quant_type="nf4")
+        mine = through_quantize(w, blocksize, monkeypatch)
+        assert torch.equal(mine.packed, packed.view(-1))
+        assert_same_bits(mine.absmax, state.absmax)
+
+
+def test_the_kernel_counts_midpoints_exactly(monkeypatch: pytest.MonkeyPatch):
+    """Every code, every midpoint and their neighbours in float32, in blocks whose largest magnitude is 1."""
+    code = torch.tensor(nf4.CODE)
+    middle = (code[1:].double() + code[:-1].double()).div(2).float()
+    points = torch.cat((code, middle))
+    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    points = torch.cat((points, torch.nextafter(points, up), torch.nextafter(points, down)))
+    points = points[points.abs() <= 1]
+    w = torch.cat((torch.tensor([1.0]), points, torch.zeros(-(1 + len(points)) % 128)))
+    expected = (w[:, None] > middle).sum(1)  # exactly between two codes, the smaller one
+    mine = through_quantize(w.view(1, -1), 128, monkeypatch)
+    q = torch.stack((mine.packed >> 4, mine.packed & 15), 1).view(-1)
+    assert torch.equal(q.long(), expected)
+
+
+@pytest.mark.parametrize("size", [1, 255, 5000])
+def test_scales_are_searched_for_to_the_nearest_code(size: int):
+    """Within the table's ends: the search takes -1 for the smallest code."""
+    code = nf4.dynamic_code(torch.device("cpu"))
+    x = torch.cat((torch.rand(size) * 2 - 1, torch.randn(size) * 1e-3, code, torch.tensor([-1.0, 1.0, 0.0])))
+    found = code[nf4._searched(x.clamp(-1, 1), code).int()]
+    nearest = (x.clamp(-1, 1)[:, None] - code).abs().amin(1)
+    torch.testing.assert_close((x.clamp(-1, 1) - found).abs(), nearest, rtol=1e-5, atol=0)
+
+
 def test_weights_write_into_a_stacked_buffer(implementation: str):
     """q, k and v below each other, with columns for something else at the right."""
     parts = [torch.randn(n, 128) for n in (32, 8, 8)]
@@ -319,3 +361,24 @@ def test_gpu_offsets_beyond_int32():
     assert_same_bits(view.contiguous().cpu(), oracle(weight).bfloat16())
     view.zero_()
     assert not buffer.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (3584, 3584), (896, 4864), (5, 33), (1, 1)])
+def test_gpu_quantises_like_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype):
+    w = torch.randn(shape, device="cuda").mul_(0.02).to(dtype)
+    w[: shape[0] // 3] *= 1e-3
+    w.view(-1)[:100] = 0
+    theirs = from_bnb(*bnb.quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4"))
+    mine = NF4Weight(w, dtype).nf4
+    assert mine.nested is not None and theirs.nested is not None
+    assert torch.equal(mine.packed, theirs.packed)
+    assert torch.equal(mine.absmax, theirs.absmax)
+    for x, y in zip(mine.nested, theirs.nested, strict=True):
+        assert_same_bits(x, y)
+    for blocksize in BLOCKSIZES:
+        packed, state = bnb.quantize_4bit(w, blocksize=blocksize, quant_type="nf4")
+        plain = nf4.quantize_nf4(w, blocksize, nested=False)
+        assert torch.equal(plain.packed, packed.view(-1))
+        assert_same_bits(plain.absmax, state.absmax)
