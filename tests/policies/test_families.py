@@ -440,11 +440,14 @@ def test_what_the_decoder_does_not_cover_is_named(tmp_path):
         read_spec(tmp_path)
 
 
-def flat_gradient(folder: Path, dtype: str, device: str, memory: Any = "fast") -> torch.Tensor:
+def flat_gradient(
+    folder: Path, dtype: str, device: str, memory: Any = "fast", recorded: bool = True
+) -> torch.Tensor:
     """The whole adapter's gradient in float64 on the CPU."""
     from covey.rl.batch import to_device
 
     policy = load_policy(folder, method="lora", dtype=dtype, device=device, memory=memory, rank=3)
+    policy.recorded = policy.recorded if recorded else None
     randomise(policy, 0.05)
     batch = to_device(packed_batch(), policy.device)
     (batch.weight * policy.logprobs(batch).logp).sum().backward()
@@ -475,8 +478,9 @@ def test_bf16_on_a_gpu_is_as_good_as_on_a_cpu(case, folder_of):
     folder = folder_of(case)
     exact, cpu = (flat_gradient(folder, dtype, "cpu") for dtype in ("float64", "bfloat16"))
     allowed = 2 * (cpu - exact).norm() + 0.02 * exact.norm()
-    fast, lean = (flat_gradient(folder, "bfloat16", "cuda", memory) for memory in ("fast", "lean"))
-    assert (fast - exact).norm() <= allowed
+    fast, lean = (flat_gradient(folder, "bfloat16", "cuda", memory, False) for memory in ("fast", "lean"))
+    recorded = flat_gradient(folder, "bfloat16", "cuda")  # of more tokens, so its products may round otherwise
+    assert (fast - exact).norm() <= allowed and (recorded - exact).norm() <= allowed
     assert (fast - lean).norm() <= 1e-3 * fast.norm()
 
 
