@@ -11,7 +11,7 @@ WORKERS ?= 2  # processes of the tests; each takes 1 to 2 GB
 # looks for (CONTRIBUTING.md).
 export PYTHONSAFEPATH = 1
 
-.PHONY: quickstart test test-vllm check format
+.PHONY: quickstart test test-vllm test-vllm-in-time check format
 
 quickstart: .venv/model.stamp
 	$(BIN)/covey grpo configs/quickstart.yaml
@@ -22,6 +22,19 @@ test: export OMP_NUM_THREADS ?= 1
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: .venv/model.stamp
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	@$(MAKE) --no-print-directory test-vllm-in-time
+
+# `make test VLLM_MINUTES=10` tests against vLLM too, if its environment is there or made within that time.
+VLLM_MINUTES ?= 0
+
+test-vllm-in-time:
+	@if [ $(VLLM_MINUTES) = 0 ]; then \
+	  echo "Skipped: the tests against vLLM itself. They have an environment of their own: make test-vllm"; \
+	elif timeout $(VLLM_MINUTES)m $(MAKE) --no-print-directory .venv-vllm/packages.stamp; then \
+	  $(MAKE) --no-print-directory test-vllm; \
+	else \
+	  echo "Skipped: the tests against vLLM itself. Their environment was not made within $(VLLM_MINUTES) minutes"; \
+	fi
 
 # vLLM brings a torch of its own, so it has an environment of its own; its CPU build.
 test-vllm: .venv-vllm/packages.stamp

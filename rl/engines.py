@@ -13,6 +13,7 @@ from covey.policies.tokenizer import decode_completion
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.distributed import world_size
 from covey.rollout.engine import RolloutEngine
+from covey.rollout.kv_pool import place_bytes
 from covey.rollout.local import local_engine
 from covey.rollout.vllm_http import Server
 from covey.rollout.vllm_local import open_vllm
@@ -58,6 +59,7 @@ def make_engine(
             device=policy.device,
             share=section.memory,
             reserve=int(MOMENTS[config.optim.optimizer] * trained),
+            token_bytes=_token_bytes(policy),
         )
     else:
         engine = VllmServers(
@@ -93,6 +95,18 @@ def base_weights(config: GrpoConfig) -> str:
     """How vLLM holds the base model: nf4, unquantised or fp8."""
     auto = "nf4" if config.model.method == "qlora" else "unquantised"
     return auto if config.rollout.vllm.base == "auto" else config.rollout.vllm.base
+
+
+def _token_bytes(policy: DecoderPolicy | HFPolicy) -> int | None:
+    """Of the keys and values of one token, in all layers; None for a model that keeps something else."""
+    if isinstance(policy, DecoderPolicy):
+        return place_bytes(policy.spec, policy.dtype)
+    c = policy.config
+    heads = getattr(c, "num_key_value_heads", None) or getattr(c, "num_attention_heads", None)
+    if policy.recurrent or not isinstance(heads, int):
+        return None
+    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * c.num_hidden_layers * heads * dim * policy.dtype.itemsize
 
 
 def _adapter_config(config: GrpoConfig, policy: DecoderPolicy | HFPolicy) -> Mapping[str, Any] | None:

@@ -22,14 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from covey.policies.memory import read_sizes
+from covey.policies.open import causal_config
 from covey.rollout import vllm_versions
 from covey.rollout.engine import Group, Prompt, Sampling
 from covey.rollout.memory import PLENTY, available
 from covey.rollout.sampling import check_request
+from covey.rollout.vllm_memory import SETTINGS, SHARE, memory_arguments, needed
 from covey.rollout.vllm_requests import Requests
 from covey.rollout.vllm_versions import Serving, VllmError
 
-SHARE = 0.8  # of the memory that is free
 log = logging.getLogger(__name__)
 
 
@@ -151,7 +153,7 @@ class VllmEngine:
             folder = Path(self._folder.name)
             self._adapter = vllm_versions.load_adapter(self.llm, folder, self._weights, number)
         else:
-            vllm_versions.reload_weights(self.llm, self._weights)
+            vllm_versions.send_weights(self.llm, self._weights)
         vllm_versions.reset_prefix_cache(self.llm)
         self._weights = None
 
@@ -180,11 +182,13 @@ def open_vllm(
     device: torch.device,
     share: float | None = None,
     reserve: int = 0,
+    token_bytes: int | None = None,
 ) -> VllmEngine:
     """Starts vLLM in this process, and ends one that was started before.
 
     share: of the GPU memory that is free now, after `reserve` bytes are set aside for what training will hold all the
-    time. VllmError if vLLM is not there or does not start.
+    time; default: what the rows need, and SHARE at most. token_bytes: keys and values of one token, in all layers;
+    None if that is not known. VllmError if vLLM is not there or does not start.
     """
     global _open
     vllm = vllm_versions.import_vllm()
@@ -196,10 +200,14 @@ def open_vllm(
             raise VllmError(
                 f"model.device {device}: vLLM takes the first GPU it sees; choose with CUDA_VISIBLE_DEVICES"
             )
-        wanted = (SHARE if share is None else share) * max(0, available(device) - reserve)
+        most = (SHARE if share is None else share) * max(0, available(device) - reserve)
         torch.cuda.empty_cache()
-        memory = {"gpu_memory_utilization": wanted / _total(device), "enable_sleep_mode": True}
-        arguments = memory | arguments
+        need = None
+        if share is None and token_bytes is not None and not SETTINGS & arguments.keys():
+            need = needed(arguments, read_sizes(causal_config(serving.folder)), token_bytes)
+        arguments = {"enable_sleep_mode": True} | memory_arguments(need, most, _total(device)) | arguments
+    if serving.rank is None:
+        arguments |= vllm_versions.transfer_arguments()
     log.info("starting vLLM %s with %s weights; this takes about a minute", vllm.__version__, serving.base)
     start = time.monotonic()
     nf4 = serving.base == "nf4"
@@ -209,6 +217,8 @@ def open_vllm(
             llm = vllm.LLM(**arguments, use_tqdm_on_load=False)
         except (ValueError, RuntimeError, TypeError, AssertionError) as error:
             raise VllmError(f"vLLM {vllm.__version__} does not start with this model: {error}") from error
+    if serving.rank is None:
+        vllm_versions.connect(llm)
     log.info("vLLM is there after %.0f s", time.monotonic() - start)
     engine = VllmEngine(llm, decode, eos_ids, adapter=adapter, max_length=serving.max_length, device=device)
     _open = weakref.ref(engine)

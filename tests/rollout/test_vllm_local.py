@@ -26,6 +26,7 @@ from covey.rollout.vllm_versions import Serving, VllmError, check_version, engin
 
 ADAPTER = {"peft_type": "LORA", "r": 1, "lora_alpha": 1.0, "target_modules": ["down_proj"], "bias": "none"}
 B = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
+SENT = [("start",), ("weights", "model.norm.weight"), ("finish",)]  # all weights: this one
 CPU = torch.device("cpu")
 
 
@@ -61,6 +62,17 @@ class LoRAModel:
         for tensor in tensors.values():
             tensor.mul_(2)  # the scale is multiplied in, in place
         return value
+
+
+REGISTERED: dict[str, type] = {}  # ways to transfer weights, by name
+
+
+class Factory:
+    @staticmethod
+    def register_engine(name: str, engine: type) -> None:
+        if name in REGISTERED:
+            raise ValueError(f"Weight transfer engine '{name}' is already registered.")
+        REGISTERED[name] = engine
 
 
 class FakeLLM:
@@ -100,11 +112,24 @@ class FakeLLM:
         self.adapter = request
         self.log.append(("adapter", request.lora_int_id))
 
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        assert "weights" not in self.asleep and method == "reload_weights"
-        [(name, tensor)] = kwargs["weights_iterator"]
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        assert request == {"init_info": {}}
+        assert self.arguments["weight_transfer_config"]["backend"] in REGISTERED
+        self.log.append(("connected",))
+
+    def start_weight_update(self) -> None:
+        assert "weights" not in self.asleep
+        self.log.append(("start",))
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        assert self.log[-1] == ("start",)
+        [(name, tensor)] = request["update_info"]["weights"]
         self.token = int(tensor.sum())
-        self.log.append((method, name))
+        self.log.append(("weights", name))
+
+    def finish_weight_update(self) -> None:
+        assert self.log[-1][0] == "weights"
+        self.log.append(("finish",))
 
     def reset_prefix_cache(self) -> bool:
         self.cache.clear()
@@ -134,11 +159,22 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": LoRARequest},
         "vllm.lora.lora_model": {"LoRAModel": LoRAModel},
+        "vllm.distributed": {},
+        "vllm.distributed.weight_transfer": {"WeightTransferEngineFactory": Factory},
+        "vllm.distributed.weight_transfer.base": dict.fromkeys(
+            ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"), object
+        ),
+        "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.reload": {},
     }
     for name, content in contents.items():
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
+        if "." in name:
+            setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
+    REGISTERED.clear()
     unpatched = LoRAModel.__dict__["from_local_checkpoint"]
     yield sys.modules["vllm"]
     LoRAModel.from_local_checkpoint = unpatched
@@ -260,7 +296,7 @@ def test_all_weights_take_the_place_of_vllms() -> None:
         weight[0] = token
         engine.update({"model.norm.weight": weight}, version)
         assert next_tokens(engine) == {(token, version)}
-    assert llm.log == [("reload_weights", "model.norm.weight"), ("reset",)] * 3
+    assert llm.log == [*SENT, ("reset",)] * 3
 
 
 @pytest.mark.usefixtures("vllm")
@@ -286,7 +322,7 @@ def test_sleep_and_wake(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, llm = engine_of(adapter)
     name, level = (B, 1) if adapter else ("model.norm.weight", 2)
     weights = {name: torch.zeros(64, 1)}
-    handed_over = [("adapter", 2) if adapter else ("reload_weights", name), ("reset",)]
+    handed_over = [*([("adapter", 2)] if adapter else SENT), ("reset",)]
     weights[name][0] = 6
     engine.update(weights, 1)
     assert next_tokens(engine) == {(6, 1)}
@@ -300,7 +336,7 @@ def test_sleep_and_wake(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert next_tokens(engine) == {(7, 2)}  # wakes it
     assert llm.log[1:] == [("wake", "weights"), *handed_over, ("wake", "kv_cache")]
     engine.wake()
-    assert len(llm.log) == 5
+    assert len(llm.log) == 3 + len(handed_over)
     engine.sleep()
     llm.log.clear()
     llm.token = -1 if adapter is None else llm.token  # level 2 loses them
@@ -340,6 +376,14 @@ def test_what_vllm_is_started_with(vllm: types.ModuleType) -> None:
         "kv_cache_memory_bytes": 1 << 30, "use_tqdm_on_load": False,
     }  # fmt: skip
     assert engine.max_length == 200
+
+
+@pytest.mark.usefixtures("vllm")
+def test_one_whose_weights_will_all_be_replaced() -> None:
+    for _ in range(2):  # what is registered stays so in a process
+        engine = open_vllm(serving(rank=None), spelled, [0], adapter=None, device=CPU)
+        assert engine.llm.arguments["weight_transfer_config"] == {"backend": "covey"}
+        assert engine.llm.log == [("connected",)] and list(REGISTERED) == ["covey"]
 
 
 @pytest.mark.usefixtures("vllm")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 
 import covey
 from covey.policies.load import load_policy
-from covey.policies.open import open_policy
+from covey.policies.memory import read_sizes
+from covey.policies.open import causal_config, open_policy
 from covey.policies.tokenizer import decode_completion, load_tokenizer
 from covey.rl.batch import pack
 from covey.rl.rollout_server import serve
@@ -28,8 +30,9 @@ from covey.rl.sampler_check import check_sampler
 from covey.rollout.engine import Group, Prompt, RolloutEngine, Sampling
 from covey.rollout.vllm_http import Server
 from covey.rollout.vllm_local import VllmEngine, open_vllm
+from covey.rollout.vllm_memory import needed
 from covey.rollout.vllm_server import VllmServers
-from covey.rollout.vllm_versions import Serving
+from covey.rollout.vllm_versions import Serving, engine_arguments
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 CPU = torch.device("cpu")
@@ -68,7 +71,7 @@ def largest_difference(policy: Any, groups: Sequence[Group], sampling: Sampling)
 
 def check_updates_of_all_weights(engine: RolloutEngine, policy: Any) -> None:
     sampling = Sampling(12, temperature=0.7, seed=1)
-    for version in (1, 2):
+    for version in (1, 2, 3):
         shake(policy, version)
         engine.update(policy.weights(), version)
         groups = engine.generate(prompts_of(LONG, (5, 6, 7)), 3, sampling)
@@ -299,9 +302,14 @@ def test_the_scripted_adapters_and_temperatures(table_lm: Callable[..., Path], t
 
 def test_all_weights(llama: Path, text_of: Any) -> None:
     policy = open_policy(llama, method="full", dtype="float32", device="cpu", reference="none")
-    needs = Serving(llama, "float32", "unquantised", 128, 16, None)
+    needs = Serving(llama, "float32", "unquantised", 120, 16, None)
+    # 2 layers with a key and a value head of 32 in 4 bytes each.
+    need = needed(engine_arguments(needs, "0.32.0", on_cpu=True), read_sizes(causal_config(llama)), 512)
+    needs = replace(needs, args={"kv_cache_memory_bytes": need.cache})
     engine = open_vllm(needs, text_of, [0], adapter=None, device=CPU)
     check_updates_of_all_weights(engine, policy)
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    assert cache.num_gpu_blocks * cache.block_size == (16 + 1) * 128  # a row of 120 tokens takes whole blocks
 
 
 # Runs
