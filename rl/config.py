@@ -73,6 +73,7 @@ class DataSection(Section):
     prompt: str | None = None  # column, or a template like "Q: {question}\nA:"; default: found by name
     completion: str | None = None  # column with the text to learn (SFT)
     messages: str | None = None  # column with a list of {role, content}
+    roles: dict[str, str] = {}  # what roles are called in the data, for example {teacher: assistant}
     answer: str | None = None  # column that becomes the column "answer"
     answer_after: str | None = None  # keep what follows the last such mark in the answer ("####" for GSM8K)
     system: str | None = None  # system message put in front
@@ -84,6 +85,8 @@ class DataSection(Section):
 
 
 class SftDataSection(DataSection):
+    text: str | None = None  # column, or template, with a whole text to learn; default: found by name
+    tools: str | None = None  # column with the tools that the chat template describes
     # auto: completions, of conversations every assistant turn. last: only the last such turn
     loss_on: Literal["auto", "completion", "assistant", "last", "all"] = "auto"
     max_tokens: Count = 2048  # of a whole document
@@ -109,7 +112,8 @@ class RewardSection(Section):
 class VllmSection(Section):
     # The base model's weights in vLLM; auto: as the trainer has them (docs/gpus.md).
     base: Literal["auto", "nf4", "unquantised", "fp8"] = "auto"
-    # Share of the free GPU memory that vLLM takes; default: 0.8 of it in this process, vLLM's own as a server.
+    # Share of the free GPU memory that vLLM takes; default: what the rows need in this process, 0.8 at most; vLLM's own
+    # as a server.
     memory: OpenShare | None = None
     # The run does not start if the sampler's log-probs are further from the trainer's on average, in nats; default:
     # 0.001 in 32 bits, 0.1 in 16.
@@ -350,6 +354,7 @@ class SftConfig(Section):
 
 
 class DpoDataSection(DataSection):
+    tools: str | None = None  # column with the tools that the chat template describes
     chosen: str | None = (
         None  # column with the preferred completion: text, or messages; default: found by name
     )

@@ -33,7 +33,7 @@ ALIASES = {
     "data_seed": "data.seed",
     "dataset": "data.train",
     "dataset_name": "data.train",
-    "dataset_text_field": "data.completion",
+    "dataset_text_field": "data.text",
     "default_local_dir": "run.dir",
     "delta": "objective.ratio_cap",
     "dynamic_filtering": "rollout.dynamic_sampling",

@@ -8,22 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.rl.config import DataSection
+from covey.rl.messages import Message, read_messages, read_tools, short
 from covey.rl.shapes import MESSAGES as MESSAGES
 from covey.rl.shapes import Columns, find_columns
 from covey.rl.sources import DataError, Found, did_you_mean, read_source
 from covey.rl.tasks import task_rows
-
-Message = Mapping[str, Any]
-
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function": "tool",
-    "observation": "tool",
-} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +26,7 @@ class Row:
         is the last message.
     completion: the text to learn after prompt or messages; None in GRPO, and if messages hold it.
     text: a text to learn from its first token to its last.
+    tools: what the chat template is to say about the tools there are.
     """
 
     index: int
@@ -47,6 +37,7 @@ class Row:
     prompt_messages: int = 0
     completion: str | None = None
     text: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 class Rows(list[Row]):
@@ -102,13 +93,14 @@ def make_row(index: int, where: str, row: Mapping[str, Any], columns: Columns, s
     if columns.answer:
         values["answer"] = _answer(row, columns.answer, section.answer_after, where)
     if columns.text:
-        return Row(index, where, values, text=_text(row, columns.text, "completion", where))
+        key = "completion" if section.completion else "text"
+        return Row(index, where, values, text=_text(row, columns.text, key, where))
 
     prompt, messages, prompt_messages, completion = None, None, 0, None
     if columns.messages:
-        messages = _messages(row.get(columns.messages), columns.messages, where)
+        messages = read_messages(row, columns.messages, where, section.roles)
     elif columns.prompt and isinstance(row.get(columns.prompt), list | tuple):
-        messages = _messages(row[columns.prompt], columns.prompt, where)
+        messages = read_messages(row, columns.prompt, where, section.roles)
         prompt_messages = len(messages)
         if messages[-1]["role"] == "assistant":
             raise DataError(f'{where}: "{columns.prompt}" ends with an assistant message. Remove it.')
@@ -118,14 +110,27 @@ def make_row(index: int, where: str, row: Mapping[str, Any], columns: Columns, s
         if columns.more and row.get(columns.more) not in (None, ""):
             prompt += "\n\n" + _text(row, columns.more, "prompt", where)
 
-    if columns.completion and isinstance(row.get(columns.completion), list | tuple):
-        if messages is None:
-            messages, prompt = ({"role": "user", "content": prompt},), None
-            prompt_messages = 1
-        messages += _messages(row[columns.completion], columns.completion, where)
+    answered = columns.completion and isinstance(row.get(columns.completion), list | tuple)
+    if messages is None and (answered or columns.system or columns.tools):
+        messages, prompt, prompt_messages = ({"role": "user", "content": prompt},), None, 1
+    if columns.system and messages and messages[0]["role"] != "system" and row.get(columns.system):
+        messages = ({"role": "system", "content": _system(row, columns.system, where)}, *messages)
+        prompt_messages += prompt_messages > 0
+    tools = read_tools(row, columns.tools, where) if columns.tools else ()
+    if columns.completion and answered:
+        assert messages is not None
+        messages += read_messages(row, columns.completion, where, section.roles)
     elif columns.completion:
         completion = _text(row, columns.completion, "completion", where)
-    return Row(index, where, values, prompt, messages, prompt_messages, completion)
+    return Row(index, where, values, prompt, messages, prompt_messages, completion, tools=tools)
+
+
+def _system(row: Mapping[str, Any], column: str, where: str) -> str:
+    if not isinstance(row[column], str):
+        raise DataError(
+            f'{where}: "{column}" is {short(row[column])}, not a system message. Correct or remove this row.'
+        )
+    return row[column]
 
 
 def _answer(row: Mapping[str, Any], column: str, mark: str | None, where: str) -> Any:
@@ -153,7 +158,7 @@ def _text(row: Mapping[str, Any], source: str, key: str, where: str) -> str:
                 f"Columns: {', '.join(row)}.{hint} Write {{{{ and }}}} for braces that are text."
             )
         if not isinstance(row[name], str | int | float):
-            raise DataError(f'{where}: "{name}" is {_short(row[name])}, which cannot stand in data.{key}.')
+            raise DataError(f'{where}: "{name}" is {short(row[name])}, which cannot stand in data.{key}.')
         return str(row[name])
 
     if source not in row and "{" in source:
@@ -166,38 +171,8 @@ def _text(row: Mapping[str, Any], source: str, key: str, where: str) -> str:
             if number
             else "Correct or remove this row."
         )
-        raise DataError(f'{where}: "{source}" is {_short(value)}, not text. {fix}')
+        raise DataError(f'{where}: "{source}" is {short(value)}, not text. {fix}')
     return value
-
-
-def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
-    """Messages with role and content; what ShareGPT calls them is renamed, keys that are None are left out."""
-    if not isinstance(value, list | tuple) or not value:
-        raise DataError(
-            f'{where}: "{column}" is {_short(value)}. '
-            'It must be a list like [{"role": "user", "content": "..."}].'
-        )
-    messages = []
-    for number, message in enumerate(value):
-        place = f'{where}: "{column}", message {number}'
-        if not isinstance(message, Mapping):
-            raise DataError(f'{place} is {_short(message)}. Write {{"role": "user", "content": "..."}}.')
-        if "from" in message and "value" in message and "role" not in message:
-            others = {name: part for name, part in message.items() if name not in ("from", "value")}
-            message = {"role": message["from"], "content": message["value"], **others}
-        message = {key: part for key, part in message.items() if part is not None}
-        if not isinstance(message.get("role"), str):
-            raise DataError(f'{place} has no "role". It must say who speaks: system, user or assistant.')
-        message["role"] = ROLES.get(message["role"].lower(), message["role"])
-        if "tool_calls" not in message and not isinstance(message.get("content"), str | list):
-            raise DataError(f'{place} has no text in "content". Correct or remove this row.')
-        messages.append({"content": "", **message} if "tool_calls" in message else message)
-    return tuple(messages)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # -------------------------------------------------------------------------------------------------- order

@@ -25,6 +25,7 @@ def dump_batch(config: SftConfig, count: int, *, colour: bool = False) -> Iterat
         documents = (document for step in iter(streamed.stream.next, None) for document in step)
         yield from _shown(islice(documents, count), streamed.tokenizer, colour)
         yield "---"
+        yield f"data       {streamed.found}"
         yield "a stream: how much there is, nobody knows"
         return
     trainer = SftTrainer(config, specs)
@@ -48,6 +49,7 @@ def counters(trainer: SftTrainer) -> list[str]:
     tokens = sum(len(document.ids) for document in data)
     trained = sum(sum(document.trained) for document in data)
     counts: dict[str, int | str] = {
+        "data": trainer.found,
         "rows": data.rows,
         "documents": len(data),
         "held out": trainer.held_out_rows,

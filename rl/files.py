@@ -26,6 +26,10 @@ class DataError(ValueError):
 Rows = Iterator[Raw | DataError]
 
 
+class ArrowRow(dict[str, Any]):
+    """A row of a Parquet file or a data set: its nested objects have every key that any of them has, else null."""
+
+
 def kind_of(value: Any) -> str:
     """A value in words."""
     names = {str: "text", list: "a list", dict: "an object", bool: "a truth value", type(None): "null"}
@@ -68,6 +72,10 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 def _decoded(path: Path, number: int, line: bytes) -> str:
+    if b"\0" in line:
+        raise DataError(
+            f"{path}:{number}: holds NUL bytes, as UTF-16 without a byte order mark does. Save the file as UTF-8."
+        )
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -244,7 +252,7 @@ def _read_parquet(path: Path) -> Rows:
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
             for row in batch.to_pylist():
-                yield f"{path} row {number}", row
+                yield f"{path} row {number}", ArrowRow(row)
                 number += 1
     except (pyarrow.ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from covey.rl.config import DpoDataSection, SftDataSection
 from covey.rl.data import MESSAGES, Columns, DataError, Row, find_columns, find_source, make_row, source_key
 from covey.rl.documents import Document, make_documents
+from covey.rl.messages import role_of
 from covey.rl.sources import did_you_mean
 from covey.rl.tasks import preference_rows
 from covey.rl.templates import Encoded
@@ -32,6 +33,12 @@ class Preference:
     rejected: Row
 
 
+class Preferences(list[Preference]):
+    """found: where they come from and which columns are what, in words."""
+
+    found: str = ""
+
+
 class Pair(NamedTuple):
     """Two documents that begin with the same prompt. Their targets are the completions' tokens, the end included."""
 
@@ -42,7 +49,7 @@ class Pair(NamedTuple):
 # ---------------------------------------------------------------------------------------------------- rows
 
 
-def load_pairs(source: Any, section: DpoDataSection, *, held_out: bool = False) -> list[Preference]:
+def load_pairs(source: Any, section: DpoDataSection, *, held_out: bool = False) -> Preferences:
     """The rows of `source`: a file, a hub id "name[:config[:split]]", "task:NAME", dicts, or a Dataset.
 
     held_out: a task gives its held-out split, a hub id without a split its test split.
@@ -50,7 +57,9 @@ def load_pairs(source: Any, section: DpoDataSection, *, held_out: bool = False) 
     """
     found = find_source(source, section, held_out, preference_rows)
     reader = _Reader(list(dict.fromkeys(name for _, row in found.rows for name in row)), section)
-    return found.each(reader.preference, source_key(held_out), section.malformed == "skip")
+    pairs = Preferences(found.each(reader.preference, source_key(held_out), section.malformed == "skip"))
+    pairs.found = f"{found.name}: {reader.describe()}"
+    return pairs
 
 
 class _Reader:
@@ -64,7 +73,7 @@ class _Reader:
         self._found: dict[bool, Columns] = {}
 
     def preference(self, index: int, where: str, row: Mapping[str, Any]) -> Preference:
-        whole = [_is_conversation(row.get(column)) for column in self.sides]
+        whole = [_is_conversation(row.get(column), self.section.roles) for column in self.sides]
         if whole[0] != whole[1]:
             raise DataError(
                 f'{where}: of "{self.sides[0]}" and "{self.sides[1]}" one is a whole conversation and the other '
@@ -73,7 +82,7 @@ class _Reader:
         found = self._columns(conversation=whole[0])
         if whole[0]:
             sides = [
-                make_row(index, where, row, Columns(None, c, None, found.answer, None), self.section)
+                make_row(index, where, row, replace(found, prompt=None, messages=c, more=None), self.section)
                 for c in self.sides
             ]
             shared = self._shared(where, row, found, *sides)
@@ -81,11 +90,18 @@ class _Reader:
         else:
             assert found.prompt is not None
             sides = [
-                make_row(index, where, row, Columns(found.prompt, None, c, found.answer, None), self.section)
-                for c in self.sides
+                make_row(index, where, row, replace(found, completion=c), self.section) for c in self.sides
             ]
         named = (replace(s, where=f'{where} "{c}"') for s, c in zip(sides, self.sides, strict=True))
         return Preference(where, *named)
+
+    def describe(self) -> str:
+        """'prompt from "question", chosen from "chosen", rejected from "rejected"', once rows have been read."""
+        columns = next(iter(self._found.values()))
+        if columns.prompt == "prompt" and "prompt" not in self.names:  # it is a part of whole conversations
+            columns = replace(columns, prompt=None)
+        sides = [f'{key} from "{column}"' for key, column in zip(SIDES, self.sides, strict=True)]
+        return ", ".join(filter(None, [columns.describe(), *sides]))
 
     def _side(self, key: str, given: str | None) -> str:
         name = given or next((n for n in self.names if n.lower() == key), None)
@@ -127,9 +143,7 @@ class _Reader:
                 "answers to one prompt. Correct or remove this row."
             )
         if found.prompt and isinstance(row.get(found.prompt), list | tuple):
-            prompt = make_row(
-                0, where, row, Columns(found.prompt, None, None, None, None), self.section
-            ).messages
+            prompt = make_row(0, where, row, replace(found, answer=None, more=None), self.section).messages
             assert prompt is not None
             if chosen.messages[: len(prompt)] != prompt or rejected.messages[: len(prompt)] != prompt:
                 raise DataError(
@@ -139,14 +153,10 @@ class _Reader:
         return shared
 
 
-def _is_conversation(value: Any) -> bool:
+def _is_conversation(value: Any, roles: Mapping[str, str]) -> bool:
     """A list of messages that does not begin with the assistant."""
     first = value[0] if isinstance(value, list | tuple) and value else None
-    return isinstance(first, Mapping) and first.get("role", first.get("from")) not in (
-        "assistant",
-        "gpt",
-        "model",
-    )
+    return isinstance(first, Mapping) and role_of(first, roles) != "assistant"
 
 
 # -------------------------------------------------------------------------------------------------- tokens

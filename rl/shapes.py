@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from covey.rl.config import DataSection, SftDataSection
+from covey.rl.config import DataSection, DpoDataSection, SftDataSection
 from covey.rl.files import DataError
 from covey.rl.sources import did_you_mean
 
@@ -15,6 +15,8 @@ ANSWER = ("answer", "solution", "target", "label", "ground_truth", "final_answer
 MESSAGES = ("messages", "conversations", "conversation")
 COMPLETION = ("completion", "response", "output")
 TEXT = ("text",)
+SYSTEM = ("system", "system_prompt")
+TOOLS = ("tools",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Columns:
     answer: str | None
     text: str | None
     more: str | None = None  # appended to the prompt after a blank line, if it has text (Alpaca's input)
+    system: str | None = None  # the system message of a conversation that has none
+    tools: str | None = None
 
     def describe(self) -> str:
         """'prompt from "question", text to learn from "answer"'."""
@@ -34,6 +38,8 @@ class Columns:
             "messages": self.messages,
             "prompt": self.prompt,
             "input": self.more,
+            "system message": self.system,
+            "tools": self.tools,
             "text to learn": self.completion or self.text,
         }
         return ", ".join(f"{role} from {_short(name)}" for role, name in roles.items() if name)
@@ -43,19 +49,21 @@ def find_columns(names: Sequence[str], section: DataSection) -> Columns:
     """Which of the columns `names` is what: as the section says, else by name."""
     if section.prompt and section.messages:
         raise DataError("data.prompt and data.messages: both are set. Keep one of them.")
-    for key in ("messages", "answer"):
-        _check_column(getattr(section, key), key, names)
-    for key in ("prompt", "completion"):
-        if not is_template(getattr(section, key), names):
-            _check_column(getattr(section, key), key, names)
+    for key in ("messages", "answer", "tools"):
+        _check_column(getattr(section, key, None), key, names)
+    for key in ("prompt", "completion", "text"):
+        if not is_template(getattr(section, key, None), names):
+            _check_column(getattr(section, key, None), key, names)
 
-    learns = isinstance(section, SftDataSection)
+    learns, pairs = isinstance(section, SftDataSection), isinstance(section, DpoDataSection)
+    if isinstance(section, SftDataSection) and section.text:
+        return _only_text(section, section.text)
     completion = section.completion or (_pick("completion", COMPLETION, names) if learns else None)
     prompt, messages = section.prompt, section.messages
     more = None
     if not prompt and not messages:
         free = [n for n in names if n not in (section.completion, section.answer)]
-        prompt, more = _alpaca(free)
+        prompt, more = _alpaca(free, {"instruction", "input"} | ({"output"} if not pairs else set()))
         prompt = prompt or _pick("prompt", PROMPT, free)
         messages = _pick("messages", MESSAGES, names)
         if prompt and messages:
@@ -76,7 +84,27 @@ def find_columns(names: Sequence[str], section: DataSection) -> Columns:
             f"No column looks like a prompt ({', '.join(names)}). Set data.prompt to a column, "
             f'or to a template like "Q: {{{names[0] if names else "question"}}}\\nA:"'
         )
-    return Columns(None if text else prompt, messages, completion, answer, text, more)
+    if text:
+        return Columns(None, None, None, answer, text)
+    system, tools = _beside(names, section, prompt or "")
+    return Columns(prompt, messages, completion, answer, None, more, system, tools)
+
+
+def _only_text(section: SftDataSection, text: str) -> Columns:
+    if other := next((key for key in ("prompt", "messages", "completion") if getattr(section, key)), None):
+        raise DataError(f"data.text and data.{other}: both are set. Keep one of them.")
+    return Columns(None, None, None, section.answer, text)
+
+
+def _beside(names: Sequence[str], section: DataSection, prompt: str) -> tuple[str | None, str | None]:
+    """(the column with the system message, the one with the tools); prompts that are raw text have neither."""
+    if section.chat is False:
+        return None, None
+    system = None if section.system is not None else _pick("system", SYSTEM, names)
+    tools = None
+    if isinstance(section, SftDataSection | DpoDataSection):  # in GRPO the environment says which there are
+        tools = section.tools or _pick("tools", TOOLS, names)
+    return (None if f"{{{system}}}" in prompt else system), (None if f"{{{tools}}}" in prompt else tools)
 
 
 def _text_or_completion(
@@ -100,10 +128,10 @@ def _text_or_completion(
     return text, None
 
 
-def _alpaca(names: Sequence[str]) -> tuple[str | None, str | None]:
-    """The columns "instruction" and "input", if "output" stands beside them."""
+def _alpaca(names: Sequence[str], wanted: set[str]) -> tuple[str | None, str | None]:
+    """The columns "instruction" and "input", if all the wanted ones are there."""
     known = {name.lower(): name for name in names}
-    if "prompt" in known or not {"instruction", "input", "output"} <= known.keys():
+    if "prompt" in known or not wanted <= known.keys():
         return None, None
     return known["instruction"], known["input"]
 

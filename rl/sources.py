@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from covey.rl.data_config import SourceSection
-from covey.rl.files import READERS, DataError, Raw, ending, kind_of, read_text_whole
+from covey.rl.files import READERS, ArrowRow, DataError, Raw, ending, kind_of, read_text_whole
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -164,8 +164,10 @@ def _from_dataset(dataset: Any, name: str) -> list[Raw]:
     if isinstance(dataset, Mapping):
         raise DataError(f"{name}: has the splits {', '.join(dataset)}. Choose one, such as {name}[split].")
     if not hasattr(dataset, "__len__"):
-        raise DataError(f"{name}: a streamed data set has no length. Pass list(dataset.take(1000)) instead.")
-    return [(f"{name} row {number}", row) for number, row in enumerate(dataset.with_format(None))]
+        raise DataError(
+            f"{name}: a streamed data set has no length. Set data.streaming (SFT), or pass list(dataset.take(1000))."
+        )
+    return [(f"{name} row {number}", ArrowRow(row)) for number, row in enumerate(dataset.with_format(None))]
 
 
 def _pick_split(splits: Mapping[str, Any], source: str, key: str, held_out: bool, write: str) -> str:
@@ -181,15 +183,26 @@ def _pick_split(splits: Mapping[str, Any], source: str, key: str, held_out: bool
 
 def _from_hub(source: str, key: str, held_out: bool) -> list[Raw]:
     name, config, split = [*source.split(":", 2), "", ""][:3]
-    import datasets
-
-    try:
-        loaded: Any = datasets.load_dataset(name, config or None, split=split or None)
-    except Exception as error:  # the hub's client raises a dozen unrelated types
-        raise DataError(_hub_problem(name, key, error)) from error
+    loaded = _load_from_hub(name, key, config or None, split=split or None)
     if not split:
         loaded = loaded[_pick_split(loaded, source, key, held_out, "name:config:split")]
     return _from_dataset(loaded, source)
+
+
+def _load_from_hub(name: str, key: str, config: str | None, **how: Any) -> Any:
+    """What `load_dataset` makes of it, except that all values of CSV files stay text, as those of local ones do."""
+    import datasets
+
+    try:
+        loaded: Any = datasets.load_dataset(name, config, **how)
+        part = next(iter(loaded.values())) if isinstance(loaded, Mapping) else loaded
+        if part.info.builder_name != "csv":
+            return loaded
+        columns = part.column_names or list(next(iter(part)))
+        text = datasets.Features({column: datasets.Value("string") for column in columns})
+        return datasets.load_dataset(name, config, features=text, keep_default_na=False, **how)
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise DataError(_hub_problem(name, key, error)) from error
 
 
 def _hub_problem(name: str, key: str, error: Exception) -> str:
@@ -265,7 +278,8 @@ def open_stream(source: Any, key: str) -> tuple[str, Callable[[], Iterator[Raw |
             raise DataError(
                 f"{key}: an iterator ends after one epoch. Give what it was made from, or a list."
             )
-        return "rows given in Python", lambda: ((f"row {number}", row) for number, row in enumerate(source))
+        kind: Callable[[Any], Any] = ArrowRow if hasattr(source, "with_format") else lambda row: row
+        return "rows given in Python", lambda: ((f"row {n}", kind(row)) for n, row in enumerate(source))
     if str(source).startswith("task:"):
         raise DataError(f"data.streaming: {source} is made in memory anyway. Leave data.streaming out.")
     path = Path(source).expanduser()
@@ -283,14 +297,9 @@ def open_stream(source: Any, key: str) -> tuple[str, Callable[[], Iterator[Raw |
 
 
 def _hub_reader(source: str, key: str) -> Callable[[], Iterator[Raw | DataError]]:
-    import datasets
-
     name, config, split = [*source.split(":", 2), "", ""][:3]
-    try:
-        loaded: Any = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # the hub's client raises a dozen unrelated types
-        raise DataError(_hub_problem(name, key, error)) from error
-    return lambda: ((f"{source} row {number}", row) for number, row in enumerate(loaded))
+    loaded = _load_from_hub(name, key, config or None, split=split or "train", streaming=True)
+    return lambda: ((f"{source} row {number}", ArrowRow(row)) for number, row in enumerate(loaded))
 
 
 def _weighted(source: SourceSection, key: str, held_out: bool, skip: bool, seed: str) -> Found:

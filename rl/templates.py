@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from covey.rl.config import DataSection
 from covey.rl.data import DataError, Message, Row
+from covey.rl.messages import with_text_arguments
 
 if TYPE_CHECKING:  # both are slow to import, and a mistake in the data should show at once
     from transformers import PreTrainedTokenizerBase
@@ -183,18 +184,32 @@ class Encoder:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation
-            )
-        except TemplateError as error:
+            return self.apply_template(messages, row, tokenize=False, add_generation_prompt=generation)
+        except (TemplateError, TypeError) as error:
             raise DataError(
                 f"{row.where}: the chat template refuses these messages ({error}). "
                 f"Roles: {', '.join(message['role'] for message in messages)}."
             ) from None
 
+    def apply_template(self, messages: Sequence[Message], row: Row, **how: Any) -> Any:
+        """What the chat template makes of the messages, with the tools of the row."""
+        if row.tools:
+            how["tools"] = [dict(tool) for tool in row.tools]
+            if "tools" not in str(self.tokenizer.chat_template):
+                self.note("has tools, which the chat template does not describe to the model", row)
+        try:
+            return self.tokenizer.apply_chat_template([dict(message) for message in messages], **how)
+        except TypeError:  # some templates, such as DeepSeek's, want the arguments of a call as text
+            if not any("tool_calls" in message for message in messages):
+                raise
+            texts = [with_text_arguments(m) if "tool_calls" in m else dict(m) for m in messages]
+            return self.tokenizer.apply_chat_template(texts, **how)
+
     def note(self, what: str, row: Row | None = None) -> None:
         """Remembers a warning; the same one about many rows becomes one sentence."""
-        self._notes.setdefault(what, []).append(row.where if row else "")
+        places, place = self._notes.setdefault(what, []), row.where if row else ""
+        if place not in places[-1:]:  # a row may be rendered several times
+            places.append(place)
 
     def warnings(self) -> list[str]:
         return [_sentence(what, places) for what, places in self._notes.items()]

@@ -235,7 +235,7 @@ class DpoTrainer(Sampler):
             len(self.data), optim.rows_per_step, seed, config.data.shuffle, wrap=optim.epochs is None
         )
         self.steps = self.check_steps(optim.steps or self.cursor.steps(optim.epochs or 1.0), self.held_out)
-        self.found = str(config.data.train) if rows is None else f"{len(data)} rows given in Python"
+        self.found = data.found
 
     def _pairs(self, what: str, preferences: Sequence[Preference]) -> Encoded[Pair]:
         pairs = make_pairs(preferences, self.tokenizer, self.config.data, self.eos)

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covey.rl.data import DataError, Message, Row
+from covey.rl.messages import called
 from covey.rl.templates import Encoder
 
 OPEN, CLOSE = "<think>", "</think>"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message, each known to some templates
 PROBE = "covey probe"
 
 Span = tuple[int, int]
@@ -87,9 +89,7 @@ class Turns:
             if opened == tail.count(CLOSE):
                 ids = self.encoder.ids_after(context, tail)
                 return ids if self._end_of_turn(row, prompt)[1] else self.ended(ids)
-        if not {"tool_calls", "reasoning_content"}.isdisjoint(message) or isinstance(
-            message["content"], list
-        ):
+        if not {"tool_calls", *REASONING}.isdisjoint(message) or isinstance(message["content"], list):
             raise DataError(
                 f"{row.where}: the chat template leaves out a part of the last message "
                 f"({', '.join(message)}). Set model.chat_template to a template that writes it."
@@ -117,7 +117,7 @@ class Turns:
 
     def _note_changed(self, row: Row, message: Message) -> None:
         """Said once for all rows: a turn before the last is not written as it is in the data."""
-        reasoned = "reasoning_content" in message or OPEN in str(message["content"])
+        reasoned = not set(REASONING).isdisjoint(message) or OPEN in str(message["content"])
         what = (
             f"reasoning ({OPEN} ... {CLOSE}) in assistant turns before the last, which the chat template cuts out"
             if reasoned or CLOSE in str(message["content"])
@@ -191,11 +191,8 @@ class Turns:
             return None
         if not re.search(r"\{%-?\s*generation", tokenizer.chat_template):
             return None
-        encoded: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
+        encoded: Any = self.encoder.apply_template(
+            messages, row, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         ids, runs = list(encoded["input_ids"]), _runs(encoded["assistant_masks"])
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -226,11 +223,12 @@ class Turns:
 
 
 def _pieces(message: Mapping[str, Any]) -> list[str]:
-    """What a rendered message must contain, in this order: reasoning and answer, without the tags."""
+    """What a rendered message must contain, in this order: reasoning and answer, without the tags, and calls."""
     content = message["content"]
     parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    texts = [message.get("reasoning_content", ""), *parts]
+    texts = [*(str(message[key]) for key in REASONING if key in message), *parts]
     pieces = [piece.strip() for text in texts for piece in re.split(f"{OPEN}|{CLOSE}", text)]
+    pieces += called(message)
     return [piece for piece in pieces if piece]
 
 

@@ -1,6 +1,6 @@
 """Small word-level tokenizers: every word, space and line break is one token whose id the tests know."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,18 +8,19 @@ import pytest
 # Ids 0 to 7, then words. The order fixes the ids.
 SPECIAL = ["<unk>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<pad>"]
 WORDS = ["\n", " ", ":", "U", "A", "user", "assistant", "system", "hi", "ok", "add", "8", "sum", "a", "b"]
+MODEL = ["model"]  # as Gemma calls the assistant
 NUMBERS = [f"w{i}" for i in range(600)]
 
 
 @pytest.fixture(scope="session")
 def word_id() -> Callable[[str], int]:
     """The id of a word of the tokenizers below."""
-    return {word: i for i, word in enumerate([*SPECIAL, *WORDS, *NUMBERS])}.__getitem__
+    return {word: i for i, word in enumerate([*SPECIAL, *WORDS, *NUMBERS, *MODEL])}.__getitem__
 
 
 @pytest.fixture(scope="session")
 def word_tokenizer() -> Callable[..., Any]:
-    """Makes a tokenizer. add_bos: raw text gets <bos>. skip_spaces: spaces make no token."""
+    """Makes a tokenizer. add_bos: raw text gets <bos>. skip_spaces: spaces make no token. special: more of them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -30,8 +31,9 @@ def word_tokenizer() -> Callable[..., Any]:
         eos: str = "<eos>",
         pad: str = "<pad>",
         skip_spaces: bool = False,
+        special: Sequence[str] = (),
     ) -> PreTrainedTokenizerFast:
-        vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS, *NUMBERS])}
+        vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS, *NUMBERS, *MODEL])}
         raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         raw.pre_tokenizer = (
             pre_tokenizers.WhitespaceSplit()
@@ -50,7 +52,7 @@ def word_tokenizer() -> Callable[..., Any]:
             eos_token=eos,
             pad_token=pad,
             unk_token="<unk>",
-            additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+            additional_special_tokens=["<|im_start|>", "<|im_end|>", *special],
             chat_template=template,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig, VllmSection
@@ -402,6 +402,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(TEXT, PLAIN, max_size=4))
 def test_dumped_yaml_reads_back_equal(value: dict[str, Any]) -> None:
     tree = parse_yaml(dump_yaml(value), "f")
@@ -410,6 +411,7 @@ def test_dumped_yaml_reads_back_equal(value: dict[str, Any]) -> None:
     assert repr(tree.value) == repr(value)  # 1, 1.0 and True are equal, but not the same
 
 
+@settings(deadline=None)
 @given(name=TEXT, system=TEXT, lr=st.floats(1e-12, 1e6), stop=st.lists(TEXT, max_size=3))
 def test_a_dumped_configuration_loads_back_equal(name: str, system: str, lr: float, stop: list[str]) -> None:
     source = {

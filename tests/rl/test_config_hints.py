@@ -67,7 +67,7 @@ GRPO = """
     init_kl_coef objective.beta         kl_estimator objective.kl     eps_clip objective.clip_low|objective.clip_high
 """
 SFT = """
-    max_length data.max_tokens          dataset_text_field data.completion  completion_only_loss data.loss_on
+    max_length data.max_tokens          dataset_text_field data.text        completion_only_loss data.loss_on
     assistant_only_loss data.loss_on    truncation_mode data.overlong   chat_template_path model.chat_template
     num_train_epochs optim.epochs       per_device_train_batch_size optim.rows_per_step
     early_stopping_patience eval.patience  early_stopping_threshold eval.min_delta

@@ -72,6 +72,39 @@ def test_grpo_goes_on_from_the_folder_of_an_sft_run(
     assert metrics.column("kl/reference")[0] == pytest.approx(0, abs=1e-9)
 
 
+def test_the_recipes_of_sft_and_of_grpo_after_it_run_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their own keys, but for the model, its size and the data, which need a GPU and the hub."""
+    monkeypatch.chdir(tmp_path)
+    chats = [
+        [
+            {"role": "user", "content": f"{n}+1?"},
+            {"role": "assistant", "content": f"<think>\n{n}+1\n</think>\n\n{n + 1}"},
+        ]
+        for n in range(8)
+    ]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    sums = [{"question": f"{n}+1?", "answer": f"{n} and 1 make\n#### {n + 1}"} for n in range(8)]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    small = {"model.path": "tiny", "model.device": "cpu", "eval.every": 1}
+    covey.sft(
+        "reasoning-sft", plain=True, lora={"rank": 4}, optim={"steps": 1, "rows_per_step": 4, "warmup_steps": 0},
+        **small, **{"data.train": "chats.jsonl", "eval.share": 0.25, "run.name": "sft"},
+    )  # fmt: skip
+    capsys.readouterr()
+    run = covey.grpo(
+        "sft-then-grpo", plain=True, optim={"steps": 1, "warmup_steps": 0}, objective={"truncated": "keep"},
+        rollout={"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 8},
+        **small, **{"data.train": "sums.jsonl", "data.eval": "sums.jsonl"},
+    )  # fmt: skip
+    adapter = find_adapter(Path("runs/sft"))
+    assert f"the adapter {adapter}; it is the reference" in " ".join(capsys.readouterr().out.split())
+    assert isinstance(run.policy, DecoderPolicy) and run.policy.adapter.rank == 4
+    assert run.metrics[1]["kl/reference"] == pytest.approx(0, abs=1e-9)
+    assert [row["step"] for row in run.metrics if "eval/reward" in row] == [0, 1]
+
+
 def test_a_path_to_go_on_from_may_be_an_adapter_a_checkpoint_or_a_run(tmp_path: Path) -> None:
     def checkpoint(step: int, best: int | None) -> Path:
         return save_checkpoint(

@@ -1,3 +1,4 @@
+import functools
 import json
 from itertools import chain
 
@@ -5,6 +6,7 @@ import pytest
 
 from covey.rl.config import DataSection, SftDataSection
 from covey.rl.data import Cursor, DataError, load_rows
+from covey.rl.sources import open_stream
 
 SECTION = DataSection(train="unused")
 SFT = SftDataSection(train="unused")
@@ -114,6 +116,22 @@ def test_hub_ids(monkeypatch):
     assert load_rows("openai/gsm8k:main", SECTION, held_out=True)[0].prompt == "test"
     assert load_rows("gsm8k::test[:10]", SECTION)[0].prompt == "test"
     assert asked == [("openai/gsm8k", "main", None)] * 2 + [("gsm8k", None, "test[:10]")]
+
+
+def test_csv_files_of_the_hub_keep_their_values_as_text(tmp_path, monkeypatch):
+    import datasets
+
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "train.csv").write_text("prompt,completion,n\n007,NA,\n1e5,None,3\n")
+    rows = [{"prompt": "007", "completion": "NA", "n": ""}, {"prompt": "1e5", "completion": "None", "n": "3"}]
+    load = functools.partial(datasets.load_dataset, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *more, **how: load(str(hub), *more, **how))
+    assert load(str(hub), split="train")[0]["prompt"] == 7  # what the loader would make of it
+    for source in ("me/sums", "me/sums::train"):
+        assert [row.columns for row in load_rows(source, SECTION)] == rows
+    _, read = open_stream("me/sums", "data.train")
+    assert [raw[1] for raw in read() if isinstance(raw, tuple)] == rows
 
 
 @pytest.mark.parametrize(

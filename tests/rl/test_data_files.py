@@ -1,9 +1,13 @@
 """Every form of data: a table of small files with the rows, or the whole sentence, that each must give."""
 
 import gzip
+import io
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from covey.rl.config import DataSection, SftConfig, SftDataSection
@@ -16,6 +20,12 @@ P = {"prompt": "é", "n": 7}
 LINE = '{"prompt": "é", "n": 7}'
 PQ = [{"a": "p", "b": "007"}, {"a": "q", "b": "1e-5"}]
 JSON_HINT = "Each line holds one whole JSON object; correct or remove this line."
+
+
+def parquet(rows: Sequence[Mapping[str, object]]) -> bytes:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(map(dict, rows))), file := io.BytesIO())
+    return file.getvalue()
+
 
 # name, bytes, the columns of the rows
 READ = [
@@ -54,6 +64,8 @@ READ = [
     ("quoted.csv", b'a,b\n"x, ""y""\r\nz",\n', [{"a": 'x, "y"\r\nz', "b": ""}]),
     ("packed.csv.gz", gzip.compress(b"a,b\np,007\nq,1e-5\n"), PQ),
     ("a.txt", b" one \r\n\r\ntwo\rthree", [{"text": " one "}, {"text": "two"}, {"text": "three"}]),
+    ("a.parquet", parquet([P, P | {"n": None}]), [P, P | {"n": None}]),
+    ("nested.parquet", parquet([{"a": "007", "b": [{"c": 1e-5}]}]), [{"a": "007", "b": [{"c": 1e-5}]}]),
     ("packed.txt.gz", gzip.compress(b"one\ntwo"), [{"text": "one"}, {"text": "two"}]),
 ]
 
@@ -128,6 +140,25 @@ BROKEN = [
         b"one\n\xe9\ntwo",
         ":2: not UTF-8 text (byte 0xe9 at place 1 of the line). Save the file as UTF-8.",
         2,
+    ),
+    (
+        "utf16_unmarked.txt",
+        "one\ntwo".encode("utf-16-le"),
+        ":1: holds NUL bytes, as UTF-16 without a byte order mark does. Save the file as UTF-8.",
+        0,
+    ),
+    (
+        "nul.csv",
+        b"a\n\x00\n3\n",
+        ":2: holds NUL bytes, as UTF-16 without a byte order mark does. Save the file as UTF-8.",
+        1,
+    ),
+    (
+        "torn.parquet",
+        parquet([P])[:-9],
+        ": not a readable Parquet file (Parquet magic bytes not found in footer. Either "
+        "the file is corrupted or this is not a parquet file.). Write the file again.",
+        None,
     ),
     (
         "plain.jsonl.gz",

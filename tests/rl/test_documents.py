@@ -57,7 +57,7 @@ def trained_text(tokenizer, document) -> str:
 
 @pytest.mark.parametrize("pad", ["<eos>", "<pad>"])
 def test_end_of_sequence_is_trained_whatever_the_padding(word_tokenizer, word_id, pad):
-    # The case in numbers: prompt [a], completion [b, hi, eos] has 3 trained tokens.
+    # B07 in numbers: prompt [a], completion [b, hi, eos] has 3 trained tokens.
     tokenizer = word_tokenizer(add_bos=False, skip_spaces=True, pad=pad)
     (document,) = documents(tokenizer, [{"prompt": "a", "completion": "b hi"}], eos=EOS)
     assert document.ids == (word_id("a"), word_id("b"), word_id("hi"), EOS)
@@ -136,6 +136,7 @@ def test_overlong_documents(word_tokenizer):
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
 def test_answer_and_end_of_turn_are_trained_and_nothing_else(word_tokenizer, word_id, template):
+    """B11: whether the template marks the turns or not; header and the line break behind the end are not trained."""
     tokenizer = word_tokenizer(template=template)
     (document,) = documents(tokenizer, [conversation("hi", "ok")])
     line, user, assistant = word_id("\n"), word_id("user"), word_id("assistant")
@@ -193,6 +194,7 @@ def test_end_of_turn_that_ends_no_completion_is_a_warning(word_tokenizer):
 )
 @pytest.mark.parametrize("shape", ["messages", "completion"])
 def test_reasoning_survives_every_template(word_tokenizer, template, end, shape):
+    """B11: also where the template cuts it."""
     tokenizer = word_tokenizer(template=template)
     row = conversation("sum", REASONED)
     if shape == "completion":
@@ -205,6 +207,7 @@ def test_reasoning_survives_every_template(word_tokenizer, template, end, shape)
 @pytest.mark.parametrize("content", [REASONED, "add\n</think>\n\n8"])
 @pytest.mark.parametrize("shape", ["messages", "completion"])
 def test_reasoning_that_the_prompt_opens_is_not_opened_twice(word_tokenizer, content, shape):
+    """B11: the ids are those of the prompt and the answer, with one <think> and one </think>."""
     tokenizer = word_tokenizer(template=R1)
     row = conversation("sum", content)
     if shape == "completion":
@@ -239,6 +242,17 @@ def test_template_that_cuts_reasoning_out_of_earlier_turns_trains_the_last_one(w
     assert (
         trained_text(tokenizer, document) == "<think>\na\n</think>\n\nok<|im_end|>" + REASONED + "<|im_end|>"
     )
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_beside_the_content_is_written_by_the_template_or_missed(word_tokenizer, key):
+    row = conversation("sum", "8")
+    row["messages"][1][key] = "add"
+    writes = QWEN3.replace("{% set r = '' %}", "{% set r = m." + key + " %}")
+    tokenizer = word_tokenizer(template=writes)
+    assert trained_text(tokenizer, documents(tokenizer, [row])[0]) == REASONED + "<|im_end|>"
+    with pytest.raises(DataError, match=rf"row 0: the chat template leaves out a part .*{key}\)"):
+        documents(word_tokenizer(template=CHATML), [row])
 
 
 def test_earlier_turns_without_reasoning_are_trained_where_the_last_gets_an_empty_block(word_tokenizer):

@@ -275,7 +275,10 @@ def test_the_shipped_recipe_runs_as_it_is_on_a_small_model(project: None) -> Non
     rows = [json.loads(line) for line in Path("runs/small/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {"eval/loss", "eval/accuracy", "eval/margin", "eval/right"} <= set(rows[0])
-    assert "2 steps of 16 pairs" in result.output and "task:addition, 1254 pairs; 5 held out" in result.output
+    assert (
+        "2 steps of 16 pairs" in result.output
+        and 'rejected from "rejected", 1254 pairs; 5 held out' in result.output
+    )
 
 
 def test_a_dry_run_prints_a_plan_and_a_recipe(project: None) -> None:

@@ -56,6 +56,17 @@ def test_plain_text_becomes_two_documents_with_the_same_start(word_tokenizer, wo
     assert rejected.trained == (False, False, True, True)
 
 
+def test_what_was_found_is_said() -> None:
+    section = DpoDataSection(train="unused")
+    sides = 'chosen from "chosen", rejected from "Rejected"'
+    text = load_pairs([{"question": "a", "chosen": "b", "Rejected": "ok"}], section)
+    assert text.found == f'1 rows given in Python: prompt from "question", {sides}'
+    whole = load_pairs(
+        [{"chosen": [user("a"), assistant("b")], "Rejected": [user("a"), assistant("8")]}], section
+    )
+    assert whole.found == f"1 rows given in Python: {sides}"
+
+
 CONVERSATION = [user("hi"), assistant("ok"), user("sum")]
 SAME_ROWS: dict[str, dict[str, Any]] = {
     "text after messages": {"prompt": CONVERSATION, "chosen": "8", "rejected": "a"},

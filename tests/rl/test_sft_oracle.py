@@ -14,31 +14,37 @@ from covey.rl.data import load_rows
 from covey.rl.documents import make_documents
 from covey.rl.objectives import sft_loss
 
-EOS, END = 2, 4
-# In the form of the families' own templates, with the special tokens that the test's tokenizer has.
+EOS = 2
+# What the families' own templates write for conversations without tools, with their own special tokens.
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
-    "<bos>{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>\n\n{{ m.content | trim }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 GEMMA = (
-    "<bos>{% for m in messages %}<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 MISTRAL = (
-    "<bos>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}<eos>"
-    "{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-QWEN3 = (  # reasoning stays in the last answer only
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set c = m.content %}{% if m.role == 'assistant' %}"
-    "{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in c else '' %}"
-    "{% set c = c.split('</think>')[-1].lstrip('\n') %}"
-    "{% if loop.last %}{% set c = '<think>\n' ~ r ~ '\n</think>\n\n' ~ c %}{% endif %}{% endif %}"
-    "{{ c }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+QWEN3 = (  # reasoning stays behind the last question only, where the last answer always gets a think block
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% set c, r = m.content, '' %}"
+    "{% if m.role == 'assistant' %}{% if m.reasoning_content is string %}{% set r = m.reasoning_content %}"
+    "{% elif '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1] %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last and (loop.last or r) %}<think>\n{{ r.strip('\n') }}\n</think>\n\n{% endif %}"
+    "{% endif %}{{ c }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+SPECIAL = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>")
+SPECIAL += ("[INST]", "[/INST]")
 ROWS = [["hi", "ok"], ["a b", "8", "sum 8 a", "add b"], ["b", "ok ok 8 a b"]]
 REASONED = [["sum", "<think>\nadd a\n</think>\n\n8"], ["b", "<think>\nb\n</think>\n\nok"]]
 
@@ -86,8 +92,8 @@ def oracle(
     ("template", "rows", "end", "answers"),
     [
         (CHATML, ROWS, "<|im_end|>", [row[1::2] for row in ROWS]),
-        (LLAMA3, ROWS, "<eos>", [row[1::2] for row in ROWS]),
-        (GEMMA, ROWS, "<|im_end|>", [row[1::2] for row in ROWS]),
+        (LLAMA3, ROWS, "<|eot_id|>", [row[1::2] for row in ROWS]),
+        (GEMMA, ROWS, "<end_of_turn>", [row[1::2] for row in ROWS]),
         (MISTRAL, ROWS, "<eos>", [[f" {answer}" for answer in row[1::2]] for row in ROWS]),
         (QWEN3, REASONED, "<|im_end|>", [row[1::2] for row in REASONED]),
     ],
@@ -103,7 +109,7 @@ def test_loss_and_gradients_equal_transformers_and_peft(
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = word_tokenizer(template=template)
+    tokenizer = word_tokenizer(template=template, special=SPECIAL)
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=640,
@@ -129,9 +135,10 @@ def test_loss_and_gradients_equal_transformers_and_peft(
     ]
     loss, expected = oracle(tmp_path / "adapter", tmp_path / "base", examples)
 
-    section = SftDataSection(train="unused")
-    documents = make_documents(load_rows(conversations(rows), section), tokenizer, section, [EOS, END])
+    section, stops = SftDataSection(train="unused"), [EOS, tokenizer.convert_tokens_to_ids(end)]
+    documents = make_documents(load_rows(conversations(rows), section), tokenizer, section, stops)
     for document, (ids, labels) in zip(documents, examples, strict=True):
+        assert ids.count(0) == 0 and document.ids[-1] == stops[1]  # no unknown word
         read = max(i for i, label in enumerate(labels) if label != -100) + 1
         assert list(document.ids[:read]) == ids[:read]
         assert [i for i, t in enumerate(document.trained) if t] == [

@@ -81,7 +81,7 @@ def test_the_first_loss_is_the_mean_over_all_trained_tokens(uneven: Any, tmp_pat
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_how_a_step_is_split_changes_no_result(method: str, uneven: Any, tmp_path: Path) -> None:
-    """eps is so large that AdamW's update is the gradient: without, it would amplify rounding to lr."""
+    """B01. eps is so large that AdamW's update is the gradient: without, it would amplify rounding to lr."""
     runs = [
         train(
             tmp_path,
@@ -167,6 +167,7 @@ def test_dump_batch_shows_what_is_trained_without_weights(tmp_path: Path, monkey
         "--- row 0: 7 tokens, 5 trained\n"  # é is two bytes
         "a>⟦é b<|im_end|>⟧\n"
         "---\n"
+        f'data       {tmp_path}/rows.jsonl: prompt from "prompt", text to learn from "completion"\n'
         "rows       2\ndocuments  1\nheld out   0\ntokens     7\ntrained    5 (71.4%)\nlongest    7\n"
         "truncated  0\nsplit      0\ndropped    1 (1 too long, 0 with nothing to train)\nsteps      1\n"
         "warning: 1 of 2 documents were too long and were dropped\n"

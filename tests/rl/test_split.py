@@ -330,7 +330,7 @@ def test_documents_of_very_different_lengths_split_anyhow(budget):
 
 
 def test_micro_batches_of_different_size_against_the_closed_form():
-    """Bias-only model of two classes at zero: eight targets of class 0, two of class 1. The gradient of the
+    """B01. Bias-only model of two classes at zero: eight targets of class 0, two of class 1. The gradient of the
     mean is softmax - counts / 10 = (-0.3, +0.3); the mean of the two micro-batches' means would be 0."""
     documents = [Text(0, (0,) * 9, (True,) * 9), Text(1, (1,) * 3, (True,) * 3)]
     parts = split(pack_documents(documents), 8)
@@ -346,7 +346,7 @@ def test_micro_batches_of_different_size_against_the_closed_form():
 
 
 def test_a_short_last_step_has_the_gradient_norm_of_the_others():
-    """Five equal rows of one target, two per step: 2, 2 and 1. The bias model's gradient is (-1/2, 1/2) in each."""
+    """B01. Five equal rows of one target, two per step: 2, 2, 1. The bias model's gradient is (-1/2, 1/2) in each."""
     documents = [Text(i, (0, 0), (True, True)) for i in range(5)]
     for step in (documents[:2], documents[2:4], documents[4:]):
         bias = torch.zeros(2, requires_grad=True)

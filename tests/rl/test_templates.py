@@ -127,6 +127,7 @@ def numbers(count: int) -> dict:
 
 
 def test_overlong_prompts(word_tokenizer, word_id):
+    """B12: 3 and 8 tokens fit, 9, 12 and 500 do not; what is kept of a prompt are its last 8."""
     tokenizer = word_tokenizer(add_bos=False, skip_spaces=True)
     rows = [numbers(n) for n in (3, 8, 9, 12, 500)]
     with pytest.raises(
