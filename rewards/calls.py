@@ -125,8 +125,8 @@ def _columns(reward: Reward, row: Row) -> dict[str, Any]:
     columns = row.columns
     for name in reward.required:
         if name not in columns:
-            listed = ", ".join(columns) or "there are none"
-            raise RewardError(f'{reward.where} needs "{name}"; {row.place} has only the columns {listed}.')
+            has = f"has only the columns {', '.join(columns)}" if columns else "has no columns"
+            raise RewardError(f'{reward.where} needs "{name}"; {row.place} {has}.')
     if reward.all_columns:
         return {name: _copied(value) for name, value in columns.items() if name not in reward.engine}
     return {name: _copied(columns[name]) for name in (*reward.required, *reward.optional) if name in columns}

@@ -30,8 +30,8 @@ def choice(
 
     Read is, of what stands behind </think>, the first of these that is there: the last \\boxed{}; the last <answer>;
     the last "answer is B" or "Answer: B"; a first line that is a letter; a last line "B", "(B)", "B. Paris" or an
-    option's text. Two options at once are no answer. The note `read` is the letter, "" for none. Raises RewardError if
-    the answer is none of the options.
+    option's text, with or without "answer is". Two options at once are no answer. The note `read` is the letter, ""
+    for none. Raises RewardError if the answer is none of the options.
 
     >>> choice("The answer is (B), since ...", answer="B"), choice("A or B", answer="B")
     ({'score': 1.0, 'read': 'B'}, {'score': 0.0, 'read': ''})
@@ -82,6 +82,8 @@ _SAID = (
     r"(?:(?:is|be|would be|should be|must be)\b[^\w.]{0,4})?(?:(?:[Oo]ption|[Cc]hoice)[^\w.]{0,3})?"
 )
 _DRESSING = re.compile(r"[{}$*()\[\]\s]")
+# Between two options: "A or B", "A; B", "A (or maybe B)", "A B". Not a full stop or a new line: reasons may follow.
+_BETWEEN = r"(?:[ \t,;/|&+()\[\]*-]|\b(?:or|and|then|maybe|perhaps|possibly)\b)+"
 
 
 def _read(text: str, labels: Sequence[str], texts: Sequence[str]) -> str | None:
@@ -91,15 +93,18 @@ def _read(text: str, labels: Sequence[str], texts: Sequence[str]) -> str | None:
     if marked is not None:
         return _option(marked, labels, texts)
     either = "|".join(map(re.escape, labels))
-    another = rf"(?:\s*[)\]*]*\s*(?:,|/|&|or\b|and\b)\s*[(\[*]*(?:{either})(?!\w))"
+    another = rf"(?:{_BETWEEN}(?:{either})(?![\w'])(?!(?<=[AI])\s+[a-z]))"  # "A dog" and "I think" are prose
     said = list(re.finditer(rf"{_SAID}(?P<label>{either})(?![\w'])(?!\s*\?)(?P<more>{another})?", text))
     if said:
         return None if said[-1]["more"] else said[-1]["label"]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
+    bare = [bare for line in lines if (bare := _DRESSING.sub("", line).rstrip(".:")) in labels]
+    if len(set(bare)) > 1:
+        return None
     first = _DRESSING.sub("", lines[0]).rstrip(".:")
-    return first if first in labels else _option(lines[-1], labels, texts)
+    return first if first in labels else _option(re.sub(f"^.*{_SAID}", "", lines[-1]), labels, texts)
 
 
 def _option(text: str, labels: Sequence[str], texts: Sequence[str]) -> str | None:
@@ -111,5 +116,9 @@ def _option(text: str, labels: Sequence[str], texts: Sequence[str]) -> str | Non
             return label
     if _folded(text) in texts:
         return labels[texts.index(_folded(text))]
-    named = re.match(r"[\s*(\[]*(\w)[)\]*]*[.:)]\s+\S", text)
-    return named[1] if named and named[1] in labels else None
+    named = re.match(r"[\s*(\[]*(\w)[)\]*]*[.:)]\s+(?=\S)", text)
+    if named is None or named[1] not in labels:
+        return None
+    either = "|".join(map(re.escape, labels))
+    second = rf"(?:^|\b(?:or|and)\s+)[\s*(\[]*(?:{either})(?:[)\]*]*[.:)]|$)"  # "B. Paris or A. Rome"
+    return None if re.search(second, text[named.end() :]) else named[1]

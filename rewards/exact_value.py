@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_CHARACTERS = 1000  # of an answer
-MAX_BITS = 200_000  # of a power or factorial; 9^{9^9} must cost nothing
+MAX_BITS = 60_000  # of a power or factorial; 9^{9^9} must cost nothing
+MAX_BITS_IN_ALL = 500_000  # of all results on the way to a number; 5000!*5000!*5000!*... must cost little
 MAX_NESTED = 50  # brackets and exponents in an answer
 
 SCALES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "dozen": Fraction(12), "hundred": Fraction(100)}
@@ -32,6 +33,7 @@ _CHARACTERS = {
     "\N{LESS-THAN OR EQUAL TO}": "\\le ",
     "\N{GREATER-THAN OR EQUAL TO}": "\\ge ",
     "\N{UNION}": "\\cup ",
+    "\N{ALMOST EQUAL TO}": "\\approx ",
     "\N{DEGREE SIGN}": "^\\circ ",
     "\N{VULGAR FRACTION ONE HALF}": "\\frac{1}{2}",
     "\N{VULGAR FRACTION ONE THIRD}": "\\frac{1}{3}",
@@ -45,6 +47,7 @@ _CHARACTERS = {
     "\N{NARROW NO-BREAK SPACE}": " ",
     "\N{THIN SPACE}": " ",
 }
+_CHARACTERS |= dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")  # of no width
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _ROOT = re.compile(r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\w))")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
@@ -199,6 +202,7 @@ class _Arithmetic:
 
     def __init__(self, text: str):
         self.text, self.at, self.nested, self.brackets = text, 0, 0, False
+        self.bits = 0  # of the results so far
 
     def whole(self) -> Fraction:
         value = self.sum()
@@ -220,18 +224,25 @@ class _Arithmetic:
         if not self.take(operator):
             raise _NotANumber
 
+    def paid(self, value: Fraction) -> Fraction:
+        """A result, whose size is what it costs; the time of an operation grows faster than that."""
+        self.bits += value.numerator.bit_length() + value.denominator.bit_length()
+        if self.bits > MAX_BITS_IN_ALL:
+            raise _TooLarge
+        return value
+
     def sum(self) -> Fraction:
         value = self.product()
         while sign := self.take("+", "-"):
             term = self.product()
-            value = value + term if sign == "+" else value - term
+            value = self.paid(value + term if sign == "+" else value - term)
         return value
 
     def product(self) -> Fraction:
         value = self.signed()
         while operator := self.take("*", "/", "\\times", "\\cdot", "\\div"):
             factor = self.signed()
-            value = value / factor if operator in ("/", "\\div") else value * factor
+            value = self.paid(value / factor if operator in ("/", "\\div") else value * factor)
         return value
 
     def signed(self) -> Fraction:
@@ -244,7 +255,7 @@ class _Arithmetic:
     def power(self) -> Fraction:
         value = self.atom()
         while operator := self.take("^", "!"):
-            value = _factorial(value) if operator == "!" else _power(value, self.exponent())
+            value = self.paid(_factorial(value) if operator == "!" else _power(value, self.exponent()))
         return value
 
     def exponent(self) -> Fraction:
@@ -252,13 +263,13 @@ class _Arithmetic:
         sign = self.take("-")
         value = self.atom()
         while self.take("^"):  # 2^3^2 is 2^9
-            value = _power(value, self.exponent())
+            value = self.paid(_power(value, self.exponent()))
         return -value if sign else value
 
     def atom(self) -> Fraction:
         if self.take("\\frac"):
             top = self.argument()
-            return top / self.argument()
+            return self.paid(top / self.argument())
         for opening, closing in ("(", ")"), ("{", "}"):
             if self.take(opening):
                 return self.bracketed(closing)
@@ -285,7 +296,7 @@ class _Arithmetic:
         if "," in match["number"] and self.brackets:  # (1,234) is a pair
             raise _NotANumber
         self.at = match.end()
-        value = _decimal(match["number"].replace(",", ""), match["period"])
+        value = self.paid(_decimal(match["number"].replace(",", ""), match["period"]))
         if match["number"].isdigit() and self.text.startswith("\\frac", self.at):  # 1\frac{1}{2}
             value += self.atom()
         return value

@@ -1,4 +1,8 @@
-"""The reward `json_schema`: is the completion JSON of a given form?"""
+"""The reward `json_schema`: is the completion JSON of a given form?
+
+JSON is held against the schema in a process of its own (worker.py): what a model writes can make a `pattern` of the
+schema backtrack for ever, and "uniqueItems" takes time with the square of the items.
+"""
 
 import functools
 import json
@@ -11,16 +15,23 @@ from annotated_types import Ge, Le
 from covey.rewards.find import RewardError
 from covey.rewards.settings import settings
 from covey.rewards.text_match import after_thinking
+from covey.rewards.worker import Worker, serve
 
 Schema = str | Mapping[str, Any]
 MAX_CHARACTERS = 1_000_000
+CPU_SECONDS = 1.0
+
+_worker = Worker("covey.rewards.json_schema", CPU_SECONDS)
 
 
-def _check(schema: Schema | None = None, **_: Any) -> None:
+def _check(schema: Schema | None = None, **_: Any) -> str:
+    """What a user should know before the run: formats of the schema that are not checked."""
     if schema is None:
         _library()
-    else:
-        _validator(_key(schema))
+        return ""
+    form = json.loads(_checked(_key(schema)))
+    missing = sorted(_formats(form) - set(_validator(json.dumps(form)).format_checker.checkers))
+    return f"not checked: format {', '.join(missing)}" if missing else ""
 
 
 @settings(_check)
@@ -37,7 +48,8 @@ def json_schema(
         `args`, or a column. None is no opinion. Other documents that it refers to are not fetched.
     Settings: fenced, whether the last code block ```json ... ``` may be the JSON, with other text around it;
         parsed, the score of JSON that the schema does not accept.
-    NaN, Infinity and keys given twice are no JSON here. The note `wrong` says what is the matter and where.
+    NaN, Infinity and keys given twice are no JSON here. JSON that takes more than CPU_SECONDS to check is not accepted.
+    The note `wrong` says what is the matter and where.
 
     >>> schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     >>> json_schema('{"age": 41}', schema=schema)
@@ -47,26 +59,33 @@ def json_schema(
     """
     if schema is None:
         return None
-    validator = _validator(_key(schema))
+    form = _checked(_key(schema))
     text = after_thinking(completion)
     block = _last_block(text) if fenced else None
+    text = text if block is None else block
     try:
-        value = _read(text if block is None else block)
+        _read(text)
     except (ValueError, RecursionError) as error:
         return {"score": 0.0, "wrong": f"no JSON: {error}"[:200]}
+    reply = _worker.ask((form, text)) or ("wrong", f"it took more than {CPU_SECONDS:g} s to check")
+    status, what = reply
+    if status == "missing":
+        raise RewardError(f"json_schema: the schema refers to {what}, which is not part of it")
+    return {"score": 1.0} if status == "right" else {"score": parsed, "wrong": what}
+
+
+def _answer(question: tuple[str, str]) -> tuple[str, str]:
+    """In the worker: right, wrong and why, or missing and what the schema refers to."""
     from referencing.exceptions import Unresolvable
 
+    form, text = question
     try:
-        error = next(validator.iter_errors(value), None)
+        error = next(_validator(form).iter_errors(_read(text)), None)
     except RecursionError:
-        return {"score": parsed, "wrong": "nested too deeply"}
+        return "wrong", "nested too deeply"
     except Unresolvable as missing:
-        raise RewardError(
-            f"json_schema: the schema refers to {missing.ref}, which is not part of it"
-        ) from missing
-    if error is None:
-        return {"score": 1.0}
-    return {"score": parsed, "wrong": f"{error.json_path}: {error.message}"[:200]}
+        return "missing", missing.ref
+    return ("right", "") if error is None else ("wrong", f"{error.json_path}: {error.message}"[:200])
 
 
 def _read(text: str) -> Any:
@@ -111,18 +130,42 @@ def _library() -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _validator(schema: str) -> Any:
-    """schema: JSON text, or the path of a .json file, which is read once."""
+def _checked(schema: str) -> str:
+    """A schema as JSON text. schema: that, or the path of a .json file, which is read once."""
     jsonschema = _library()
-    from referencing import Registry
-
     try:
         form = json.loads(Path(schema).read_text(encoding="utf-8") if schema.endswith(".json") else schema)
-        kind = jsonschema.validators.validator_for(form)
-        kind.check_schema(form)
+        jsonschema.validators.validator_for(form).check_schema(form)
     except OSError as error:
         raise RewardError(f"json_schema: cannot read the schema {schema}: {error.strerror}") from error
     except (ValueError, jsonschema.SchemaError) as error:
         what = getattr(error, "message", error)
         raise RewardError(f"json_schema: {schema[:80]!r} is not a JSON Schema: {what}") from error
-    return kind(form, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
+    return json.dumps(form)
+
+
+@functools.lru_cache(maxsize=1024)
+def _validator(form: str) -> Any:
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    schema = json.loads(form)
+    kind = validator_for(schema)
+    return kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
+
+
+def _formats(schema: Any) -> set[str]:
+    """What stands behind "format", anywhere in a schema."""
+    if isinstance(schema, list):
+        return set().union(*map(_formats, schema))
+    if not isinstance(schema, dict):
+        return set()
+    named = {schema["format"]} if isinstance(schema.get("format"), str) else set()
+    return named.union(*map(_formats, schema.values()))
+
+
+if __name__ == "__main__":
+    from jsonschema.validators import validator_for  # before the clock of the first answer runs
+
+    validator_for({})({}).is_valid(1)
+    serve(_answer)

@@ -186,6 +186,9 @@ class Caller:
         future = asyncio.run_coroutine_threadsafe(_awaited(self.reward, rows, arguments), loop)
         try:
             await asyncio.wait({asyncio.wrap_future(future)}, timeout=self.reward.timeout)
+            if future.cancelled():
+                message = f"{self.reward.where} cancelled itself for {_which(self.reward, rows)}."
+                return Outcome("error", message=message)
             if future.done():
                 return future.result()
         finally:
@@ -251,7 +254,7 @@ def _called(reward: Reward, rows: Sequence[Row], arguments: dict[str, Any]) -> O
     began = time.perf_counter()
     try:
         returned = reward.function(**arguments)
-    except Exception as error:  # whatever a user's function raises
+    except BaseException as error:  # whatever it raises; sys.exit() would end this thread without a word
         return _raised(reward, rows, error, time.perf_counter() - began)
     return _returned(reward, rows, returned, time.perf_counter() - began)
 
@@ -260,7 +263,9 @@ async def _awaited(reward: Reward, rows: Sequence[Row], arguments: dict[str, Any
     began = time.perf_counter()
     try:
         returned = await reward.function(**arguments)
-    except Exception as error:  # whatever a user's function raises
+    except asyncio.CancelledError:  # by the time limit, or because nobody waits any more
+        raise
+    except BaseException as error:  # whatever a user's function raises; sys.exit() would end the loop
         return _raised(reward, rows, error, time.perf_counter() - began)
     return _returned(reward, rows, returned, time.perf_counter() - began)
 
@@ -273,7 +278,7 @@ def _returned(reward: Reward, rows: Sequence[Row], returned: Any, seconds: float
     return Outcome("ok", scores, seconds=seconds)
 
 
-def _raised(reward: Reward, rows: Sequence[Row], error: Exception, seconds: float) -> Outcome:
+def _raised(reward: Reward, rows: Sequence[Row], error: BaseException, seconds: float) -> Outcome:
     return _failed(reward, rows, describe_failure(error, reward.file), seconds, error)
 
 
@@ -351,8 +356,12 @@ def _inline_calls() -> "queue.SimpleQueue[tuple[Reward, list[_Waiting]]]":
         while True:
             reward, calls = waiting.get()
             for rows, future in calls:
-                if not future.cancelled():
-                    _fill(future, _inline(reward, rows))
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    future.set_result(_inline(reward, rows))
+                except BaseException as error:  # a __repr__ that raises; the next ones go on
+                    future.set_exception(error)
 
     threading.Thread(target=work, name="covey-inline-rewards", daemon=True).start()
     return waiting

@@ -69,7 +69,7 @@ def score(gold: Any, text: str) -> float:
     """
     gold = _gold(given_answer(gold))
     found = final_answer(text)
-    return float(found is not None and _same(gold, _tidy(found)))
+    return float(found is not None and any(_same(gold, _tidy(side)) for side in _sides(found)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -189,6 +189,7 @@ def _is_formula(span: re.Match[str]) -> bool:
 
 _DROPPED = re.compile(
     r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|textstyle|limits)(?![A-Za-z])"
+    r"|\\(?:underline|(?:text)?color\{\w*\})(?![A-Za-z])"
     r"|(?<!\\)\\[,!;: ()\[\]]|\\(?=\$)|[$€£¥]|\*\*"
 )
 _SYMBOLIC_CHARACTERS = 300
@@ -196,7 +197,9 @@ _SYMBOLIC_CHARACTERS = 300
 _NAME = re.compile(
     r"[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?|\([a-z](?:,\s*[a-z])+\)|\\text\{[^{}]*\}|[A-Za-z][A-Za-z ]{2,}"
 )
+_APPROX = re.compile(r"\\approx(?![a-z])")
 _EQUALS = re.compile(r"(?<![<>!])=(?!=)|\\approx(?![a-z])|\\in(?![a-z])")
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")  # not of a command
 _AND = re.compile(r"\\text\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b")
 _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")  # 10 000
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
@@ -220,10 +223,25 @@ def _tidy(text: str) -> str:
 
 def _named(text: str) -> tuple[str, str]:
     """The name x and the value 7 of "x = 3 + 4 = 7"; without a name "". An equation in unknowns, as x^2 + y = 1, is a
-    value of its own."""
+    value of its own, and so is 17 = 18."""
     *left, right = (part.strip() for part in _EQUALS.split(text))
-    known = all(_NAME.fullmatch(part) or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", part) for part in left)
+    known = all(_NAME.fullmatch(part) or not _LETTER.search(part) for part in left)
+    if left and known and not _APPROX.search(text) and not _LETTER.search(right):
+        number = read_number(right)
+        numbers = [read_number(part) for part in left if not _LETTER.search(part)]
+        known = not number or all(other.equals(number) for other in numbers if other)
     return (left[0] if left else "", right) if known else ("", text)
+
+
+def _sides(text: str) -> list[str]:
+    """The answer; of 10/3 \\approx 3.33 both sides, if they are within 1%: either may be what was asked for."""
+    exact, *rough = _APPROX.split(text)
+    if len(rough) == 1:
+        numbers = [read_number(_tidy(side)) for side in (exact, *rough)]
+        left, right = (number.face if number else None for number in numbers)
+        if left is not None and right is not None and 100 * abs(left - right) <= abs(left):
+            return [exact, *rough]
+    return [text]
 
 
 def _same(gold: str, found: str) -> bool:

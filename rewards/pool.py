@@ -165,13 +165,13 @@ class _Process:
         return pickle.loads(await self._read(length))
 
     async def _read(self, length: int) -> bytes:
-        data = b""
+        data = bytearray()
         while len(data) < length:
             more = await asyncio.get_running_loop().sock_recv(self.sock, length - len(data))
             if not more:
                 raise EOFError
             data += more
-        return data
+        return bytes(data)
 
     def _bytes(self) -> int:
         with contextlib.suppress(psutil.Error):

@@ -142,7 +142,7 @@ def _call(function: Callable[..., Any], call: Call) -> Reply:
     return Reply([(score, _plain(notes)) for score, notes in scores], printed=printed, seconds=seconds)
 
 
-def describe_failure(error: Exception, file: str) -> Failure:
+def describe_failure(error: BaseException, file: str) -> Failure:
     """What is worth knowing of an exception that a function of `file` raised."""
     try:
         pickled = pickle.dumps(error)

@@ -54,6 +54,7 @@ IN_PLACE = frozenset(
         "first_number",
         "format",
         "gsm8k",
+        "json_schema",
         "language",
         "length",
         "math",

@@ -151,11 +151,20 @@ def format(
     parts = re.split("|".join(map(re.escape, marks)), text)  # outside, inside, outside, ..., outside
     outside, inside = parts[0::2], parts[1::2]
     answer = outside.pop() if len(tags) == 1 else inside[-1]
-    return float(bool(answer.strip()) and (level == "once" or not "".join(outside).strip()))
+    return float(not _is_blank(answer) and (level == "once" or _is_blank("".join(outside))))
+
+
+def _is_blank(text: str) -> bool:
+    """Is there nothing to see? Characters of no width are no answer."""
+    return not any(character.isprintable() and character != " " for character in text)
 
 
 def given_answer(answer: Any) -> str:
-    """The answer of a data row as text without blanks around it; RewardError if nothing is left."""
+    """The answer of a data row as text without blanks around it; RewardError if nothing is left, or for a NaN."""
+    if isinstance(answer, float) and answer != answer:  # what tables write for a missing number
+        raise RewardError(
+            "the answer is NaN: a mistake in the data (None means that the reward does not apply)"
+        )
     text = str(answer).strip()
     if not text:
         raise RewardError(

@@ -81,7 +81,11 @@ def check_opening(messages: Any, name: str) -> list[dict[str, Any]]:
 
 
 def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
-    """The messages as dicts. EpisodeError unless each has a role, and content that is text."""
+    """The messages as dicts. EpisodeError unless each has a role, and content that is text.
+
+    Half of a surrogate pair, which a model can write as JSON ("\\ud800") and a tool can repeat, becomes "?": no
+    tokenizer and no file takes it.
+    """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise EpisodeError(
             f'{where} gave {_short(messages)}; give a list of messages like [{{"role": "user", "content": "..."}}].'
@@ -93,7 +97,11 @@ def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
             raise EpisodeError(
                 f'{where} gave the message {_short(message)}; write {{"role": "user", "content": "..."}}.'
             )
-    return [dict(message) for message in messages]
+    return [{key: _encodable(value) for key, value in message.items()} for message in messages]
+
+
+def _encodable(value: Any) -> Any:
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
 
 
 def check_step(result: Any, where: str) -> tuple[list[dict[str, Any]], bool, float | None]:

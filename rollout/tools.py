@@ -5,6 +5,7 @@ in a call (no such tool, wrong arguments, an exception, too slow) is text for th
 """
 
 import ast
+import functools
 import inspect
 import json
 import re
@@ -106,8 +107,9 @@ class ToolEnvironment:
             raise EpisodeError(made.problem)
         if made.name not in self.tools:
             raise EpisodeError(f"there is no tool {made.name!r}. Tools: {', '.join(self.tools)}")
+        bound = functools.partial(self.tools[made.name].function, **made.arguments)
         try:
-            return await call(self.tools[made.name].function, timeout=self.timeout, **made.arguments)
+            return await call(bound, timeout=self.timeout)
         except TimeoutError:
             raise EpisodeError(f"{made.name} took longer than {self.timeout:g} seconds") from None
 
@@ -144,7 +146,7 @@ def llama3(reply: str) -> list[ToolCall]:
     while text.startswith("{"):
         try:
             value, end = json.JSONDecoder().raw_decode(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return calls + ([_call(text)] if re.match(r'\{\s*"name"', text) else [])
         if not isinstance(value.get("name"), str):
             break
@@ -162,7 +164,7 @@ def mistral(reply: str) -> list[ToolCall]:
     body = text[found.end() :].strip()
     try:
         value, _ = json.JSONDecoder().raw_decode(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return [_call(body)]
     return [_call(item) for item in (value if isinstance(value, list) else [value])]
 

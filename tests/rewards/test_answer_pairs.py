@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from covey.rewards import symbolic
-from covey.rewards.math_answer import gsm8k, score
-from covey.rewards.reward import RewardError
+from covey.rewards.math_answer import score
 
 PROSE = " This follows because every step above was checked twice, by hand." * 8
 Pairs = list[tuple[object, str, int]]
@@ -392,6 +391,46 @@ READING: Pairs = [
     ("5", "x = 5 or x = 6", 0),
 ]
 
+# What a model may try, or dress an answer in.
+TRICKS: Pairs = [
+    ("18", r"\boxed{17=18}", 0),  # nothing is said by what is false
+    ("18", r"\boxed{x=17=18}", 0),
+    ("8", r"\boxed{3 + 4 = 8}", 0),
+    ("75", r"\boxed{\frac{3}{4} = 75\%}", 1),
+    ("2.5", r"\boxed{x = \frac{5}{2} = 2.5}", 1),
+    ("10/3", r"\boxed{\frac{10}{3} \approx 3.33}", 1),
+    ("3.33", r"\boxed{\frac{10}{3} \approx 3.33}", 1),
+    ("10/3", r"\boxed{x = \frac{10}{3} ≈ 3.33}", 1),
+    ("3", r"\boxed{\frac{10}{3} \approx 3.33}", 0),
+    ("17", r"\boxed{17 \approx 18}", 0),
+    ("3.14", r"\boxed{\pi \approx 3.14}", 1),
+    ("18", r"\boxed{17; 18}", 0),
+    ("18", r"\boxed{17 | 18}", 0),
+    ("18", r"\boxed{17 18}", 0),
+    ("18", r"\boxed{17\quad 18}", 0),
+    ("18", r"\boxed{\cancel{17}18}", 0),
+    ("18", r"\boxed{\{1,2,\ldots,18\}}", 0),
+    ("18", r"\boxed{n}", 0),
+    ("A", r"\boxed{A, B, C, D}", 0),
+    ("A", r"\boxed{ABCD}", 0),
+    ("cat", "Answer: cat dog bird", 0),
+    ("18", r"\boxed{\underline{18}}", 1),
+    ("1/2", r"\boxed{\underline{\underline{\frac12}}}", 1),
+    ("18", r"\boxed{\textcolor{red}{18}}", 1),
+    ("18", r"\boxed{\color{red}18}", 1),
+    ("18", "\\boxed{18\u200b}", 1),  # a space of no width
+    ("18", "\ufeff18", 1),
+    ("18", "\\boxed{\u202e81}", 0),  # shown from right to left
+    ("18", "𝟏𝟖", 1),
+    ("18", "①⑧", 0),
+    ("18", r"\boxed{1⁸}", 0),
+    (r"\sqrt{2}", r"\boxed{\sqrt{2}+e^{-1000}}", 0),
+    (r"1+\sqrt{2}", r"\boxed{\sqrt{3+2\sqrt{2}}+e^{-1000}}", 0),
+    ("1", r"\boxed{1+e^{-10000}}", 0),
+    ("0", r"\boxed{\sin(10^{-400})}", 0),
+    ("x", r"\boxed{\sqrt{x^2}}", 0),
+]
+
 MATH = [
     *REPORTED,
     *FRACTIONS,
@@ -405,6 +444,7 @@ MATH = [
     *COLLECTIONS,
     *SYMBOLIC,
     *READING,
+    *TRICKS,
 ]
 
 
@@ -414,7 +454,7 @@ def test_math(gold, text, right):
 
 
 def test_there_are_many_pairs_and_none_twice():
-    assert len(MATH) + len(GSM8K) > 350
+    assert len(MATH) > 350
     assert len({(str(gold), text) for gold, text, _ in MATH}) == len(MATH)
 
 
@@ -425,81 +465,3 @@ def test_threads_get_the_same_scores():
     with ThreadPoolExecutor(4) as threads:
         results = list(threads.map(lambda _: [score(g, t) for g, t, _ in rows], range(4)))
     assert results == [[right for _, _, right in rows]] * 4
-
-
-SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"  # as the data set writes its answers
-
-GSM8K: Pairs = [
-    (SOLUTION, "So there are 72.\n#### 72", 1),
-    (SOLUTION, "#### 48", 0),
-    (SOLUTION, "#### 24\nWait.\n#### 72", 1),
-    (SOLUTION, "#### 72\nWait.\n#### 24", 0),
-    (SOLUTION, "####72", 1),
-    (SOLUTION, "#### 72.", 1),
-    (SOLUTION, "#### 72.0", 1),
-    (SOLUTION, "#### $72.00", 1),
-    (SOLUTION, "#### 72 clips", 1),
-    (SOLUTION, "#### **72**", 1),
-    (SOLUTION, "#### 72\n" + PROSE + " 3 times.", 1),
-    (SOLUTION, "#### 144/2", 1),
-    (SOLUTION, "#### 7.2e1", 1),
-    (SOLUTION, "#### -72", 0),
-    (SOLUTION, "#### 720", 0),
-    (SOLUTION, "#### 7", 0),
-    (SOLUTION, "#### 72,5", 0),
-    (SOLUTION, "#### 72 or 73", 0),
-    (SOLUTION, "####", 0),
-    (SOLUTION, "#### seventy-two", 0),
-    (SOLUTION, "### 72", 0),
-    (SOLUTION, r"so \boxed{72}.", 1),
-    (SOLUTION, r"so \boxed{72\text{ clips}}.", 1),
-    (SOLUTION, r"so \boxed{24}, no, \boxed{72}", 1),
-    (SOLUTION, r"so \boxed{72}, no, \boxed{24}", 0),
-    (SOLUTION, r"so \boxed{72", 0),
-    (SOLUTION, r"so \boxed{}", 0),
-    (SOLUTION, "The answer is 72.", 0),  # not marked
-    (SOLUTION, "72", 0),
-    (SOLUTION, "", 0),
-    (SOLUTION, "<think>#### 72</think>", 0),
-    (SOLUTION, "<think>#### 24</think>#### 72", 1),
-    ("70,000", "#### 70000", 1),
-    ("70000", "#### 70,000", 1),
-    ("70000", "#### 70", 0),
-    ("70000", "#### ７０，０００", 1),
-    ("-3", "#### −3", 1),
-    ("-3", "#### 3", 0),
-    ("0.5", "#### 1/2", 1),
-    (20, "#### 20%", 1),
-    (18, r"\boxed{1/500!}", 0),
-]
-
-
-@pytest.mark.parametrize(("answer", "text", "right"), GSM8K)
-def test_gsm8k(answer, text, right):
-    scored = gsm8k(text, answer=answer)
-    assert scored is not None and scored["score"] == right
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("The answer is 72.", 1),
-        ("72", 1),
-        ("It is 24 and 48, so 72", 1),
-        ("72 and then 48", 0),
-        ("#### 24\nor 72", 0),
-    ],
-)
-def test_gsm8k_that_need_not_be_marked(text, right):
-    scored = gsm8k(text, answer="72", marked=False)
-    assert scored is not None and scored["score"] == right
-
-
-@pytest.mark.parametrize("gold", ["", "  ", "seventy-two", "#### x", "1, 2", r"\sqrt{2}"])
-def test_gsm8k_wants_a_number_as_gold_answer(gold):
-    with pytest.raises(RewardError):
-        gsm8k("#### 72", answer=gold)
-
-
-def test_gsm8k_has_no_opinion_without_an_answer():
-    assert gsm8k("#### 72", answer=None) is None

@@ -48,7 +48,7 @@ def test_exact(completion, answer, settings, score):
     assert exact(completion, answer, **settings) == score
 
 
-@pytest.mark.parametrize("answer", ["  ", [], ["Paris", ""]])
+@pytest.mark.parametrize("answer", ["  ", [], ["Paris", ""], float("nan")])
 def test_exact_wants_an_answer(answer):
     with pytest.raises(RewardError):
         exact("72", answer)
@@ -133,6 +133,7 @@ def test_a_pattern_that_takes_too_long_is_given_up(monkeypatch, full):
         ("\n<think></think>\n\n42\n", 1.0),
         ("<think>a</think>", 0.0),
         ("<think>a</think> \n", 0.0),
+        ("<think>a</think>\u200b", 0.0),  # a space of no width
         ("<think>a", 0.0),
         ("a</think>42", 0.0),
         ("so <think>a</think>42", 0.0),
@@ -158,6 +159,7 @@ BOTH = ["think", "answer"]
         ("<think>a</think>\n<answer>42</answer>\n", 1, 1, 1),
         ("Hm. <think>a</think> So <answer>42</answer>.", 0, 1, 1),
         ("<think>a</think><answer> </answer>", 0, 0, 1),
+        ("<think>a</think><answer>\u200b\u00a0</answer>", 0, 0, 1),
         ("<answer>42</answer><think>a</think>", 0, 0, 1),  # share does not look at the order
         ("<think>a<answer>42</answer></think>", 0, 0, 1),
         ("<think>a</think>42", 0, 0, 0.5),

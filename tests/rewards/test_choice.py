@@ -1,5 +1,7 @@
 """`choice`: which option a completion decides for, with the verdict worked out by hand."""
 
+import time
+
 import pytest
 
 from covey.rewards.choice import choice
@@ -46,6 +48,20 @@ from covey.rewards.reward import RewardError
         ("The answer is A or B", ""),
         ("The answer is A, B, or C", ""),
         ("The answer is A and C.", ""),
+        ("Answer: A; B", ""),
+        ("Answer: A | B", ""),
+        ("Answer: A B C", ""),
+        ("The answer is A (or maybe B)", ""),
+        ("The answer is B and the answer is C", "C"),
+        ("The answer is B, I think.", "B"),
+        ("The answer is B, A dog being no cat.", "B"),
+        ("The answer is B\n\nA. Rome is in Italy.", "B"),
+        ("A\nB\nC", ""),
+        ("B\n\nB", "B"),
+        ("B. A. C.", ""),
+        ("B) A) C)", ""),
+        (r"\boxed{B. Paris or A. Rome}", ""),
+        ("B. Vitamin C.", "B"),
         (r"\boxed{A, B}", ""),
         (r"\boxed{AB}", ""),
         ("Paris", ""),
@@ -65,6 +81,8 @@ def test_the_answer_may_be_a_letter_a_place_or_a_text(answer):
         ("Paris", 1),
         (r"\boxed{\text{Paris}}", 1),
         ("So it is\n**Paris**.", 1),
+        ("The answer is Paris.", 1),
+        ("The answer is Rome or Paris.", 0),
         ("Rome", 0),
         ("D", 0),
     ):
@@ -103,8 +121,12 @@ def test_an_answer_that_is_no_option_is_a_mistake_in_the_data(answer, choices, s
 
 
 @pytest.mark.parametrize(
-    "piece", ["<answer>", "answer is ", "\\boxed{", "A, ", "(", "**", "\n", "answer A? "]
+    "piece",
+    ["<answer>", "answer is ", "\\boxed{", "A, ", "(", "**", "\n", "answer A? ", "answer is A ", "A. or "],
 )
-def test_hostile_text_costs_little(piece):
-    scored = choice(piece * 20_000, answer="B")
+@pytest.mark.parametrize("end", ["", " ", "or "])
+def test_hostile_text_costs_little(piece, end):
+    began = time.process_time()
+    scored = choice(piece * 20_000 + end * 20_000, answer="B")
     assert scored is not None and scored["score"] == 0.0
+    assert time.process_time() - began < 2  # the square of its length would be minutes

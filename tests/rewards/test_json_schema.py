@@ -5,8 +5,10 @@ import socket
 
 import pytest
 
+from covey.rewards import json_schema as module
 from covey.rewards.json_schema import json_schema
-from covey.rewards.reward import RewardError
+from covey.rewards.reward import RewardError, RewardSpec, load_reward
+from covey.rewards.worker import Worker
 
 PERSON = {
     "type": "object",
@@ -84,6 +86,35 @@ def test_a_schema_may_be_text_or_a_file(tmp_path):
 def test_formats_are_checked():
     assert json_schema('"2024-12-31"', schema={"format": "date"}) == {"score": 1.0}
     assert json_schema('"2024-13-31"', schema={"format": "date"})["score"] == 0.0  # type: ignore[index]
+
+
+def test_formats_that_nobody_checks_are_said():
+    def note(schema):
+        return load_reward(RewardSpec("json_schema", args={"schema": schema})).note
+
+    assert note({"properties": {"day": {"format": "no-such"}, "mail": {"format": "email"}}}) == (
+        "not checked: format no-such"
+    )
+    assert note({"format": "date"}) == note({"properties": {"format": {"type": "string"}}}) == ""
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"pattern": "^(a+)+$"}, json.dumps("a" * 40 + "!")),
+        ({"propertyNames": {"pattern": "^(a|a)*$"}}, json.dumps({"a" * 40 + "!": 1})),
+        ({"uniqueItems": True}, json.dumps([{"a": i} for i in range(6000)])),
+    ],
+)
+def test_what_takes_for_ever_to_check_is_given_up(monkeypatch, schema, text):
+    worker = Worker("covey.rewards.json_schema", 0.3)
+    monkeypatch.setattr(module, "_worker", worker)
+    assert json_schema(text, schema=schema, parsed=0.25) == {
+        "score": 0.25,
+        "wrong": "it took more than 1 s to check",
+    }
+    assert json_schema('"aaa"', schema={"pattern": "^(a+)+$"}) == {"score": 1.0}
+    worker.stop()
 
 
 def test_nesting_that_is_too_deep_for_the_validator():

@@ -78,6 +78,10 @@ HOSTILE = [
     r"\boxed{" + "2^" * 450 + "2}",
     r"\boxed{" + "-" * 900 + "1}",
     r"\boxed{" + "9" * 5000 + "}",
+    r"\boxed{" + "*".join(["5000!"] * 160) + "}",  # each is small enough
+    r"\boxed{" + "/".join(["5000!/4999!"] * 80) + "}",
+    r"\boxed{" + "/".join(["1.7e50000"] * 90) + "}",
+    r"\boxed{" + "+".join(f"1/{n}!" for n in range(4880, 5000)) + "}",
     r"\boxed{\sum_{k=1}^{\infty} k^k}",
     r"\boxed{(x+y+z)^{99}}",
     r"\boxed{\frac{\frac{}{}}{}}",

@@ -1,4 +1,4 @@
-"""What the runner promises of slow, hanging, leaking, dying and ill-behaved rewards. B: seconds of a limit."""
+"""What the runner promises of rewards in processes and threads, and of those that fail, leak, die or meddle."""
 
 import asyncio
 import functools
@@ -56,22 +56,6 @@ def scorer(use: Any, **spec: Any) -> Scorer:
 
 def score(use: Any, *texts: str, **spec: Any) -> ScoreTable:
     return scorer(use, **spec)([group(*texts)])
-
-
-def seconds(function: Any) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
-@functools.cache
-def warm() -> None:
-    """All processes of the pool have started, so that a time below is that of the calls."""
-
-    def slow(completion):
-        time.sleep(0.2)
-
-    score(slow, *"abcdefgh")
 
 
 @pytest.fixture
@@ -224,154 +208,6 @@ def test_prints_come_out_here(capsys):
     assert capsys.readouterr().out == "saw a\n"
 
 
-# --------------------------------------------------------------------------------------------- time limits
-
-
-def hang(completion):
-    while completion == "hangs":
-        pass
-    return 1.0
-
-
-def hang_without_the_interpreter(completion):
-    return float(sum(range(10**12))) if completion == "hangs" else 1.0  # no bytecode runs in `sum`
-
-
-def sleep(completion):
-    time.sleep(60 if completion == "hangs" else 0)
-    return 1.0
-
-
-async def sleep_async(completion):
-    await asyncio.sleep(60 if completion == "hangs" else 0)
-    return 1.0
-
-
-async def block_async(completion):
-    time.sleep(1.5 if completion == "hangs" else 0)
-    return 1.0
-
-
-def sleep_batch(completions):
-    time.sleep(60 if "hangs" in completions else 0)
-    return [1.0] * len(completions)
-
-
-HANGS = [hang, hang_without_the_interpreter, sleep, sleep_async, block_async]
-
-
-@pytest.mark.parametrize("use", HANGS, ids=lambda use: use.__name__)
-def test_a_hung_reward_costs_its_limit_and_no_more(use):
-    warm()
-    scores = scorer(use, timeout=LIMIT, on_timeout="none")
-    scores([group("a")])
-    began = time.perf_counter()
-    table = scores([group("hangs")])
-    assert LIMIT <= time.perf_counter() - began < LIMIT + 0.5
-    np.testing.assert_array_equal(table.total, [[NAN]])
-    assert table.failures == {f"{use.__name__}/timeouts": 1}
-    assert scores([group("a", "b")]).total.tolist() == [[1.0, 1.0]]  # and the next step is as before
-
-
-def test_a_batch_function_costs_its_limit_too():
-    table = score(sleep_batch, "a", "hangs", timeout=LIMIT, on_timeout=-1.0)
-    assert table.total.tolist() == [[-1.0, -1.0]]
-    assert table.failures == {"sleep_batch/timeouts": 1}
-
-
-def test_calls_that_take_next_to_nothing_share_a_request_and_nothing_else(monkeypatch):
-    requests = []
-    original = pool.Pool.call
-
-    async def counted(self, key, load, calls, *more):
-        requests.append(len(calls))
-        return await original(self, key, load, calls, *more)
-
-    monkeypatch.setattr(pool.Pool, "call", counted)
-    scores = scorer(hang, timeout=LIMIT, on_timeout="none")
-    for _ in range(10):
-        assert (scores([group(*"abcdefgh")]).total == 1.0).all()
-    assert requests[:8] == [1] * 8 and requests[-1] == 8
-    table = scores([group("a", "hangs", "c", "d", "hangs", "f", "g", "h")])
-    np.testing.assert_array_equal(table.total, [[1.0, NAN, 1.0, 1.0, NAN, 1.0, 1.0, 1.0]])
-    assert table.failures == {"hang/timeouts": 2}
-    assert requests[10 - 1 :][-3:] == [8, 6, 3]  # what is left of the request goes to another process
-
-
-def test_threads_that_hang_do_not_become_ever_more(monkeypatch):
-    monkeypatch.setattr(lanes, "MAX_LEFT", 3)
-    scores = scorer(sleep, run="thread", timeout=0.05, on_timeout="none")
-    assert np.isnan(scores([group(*["hangs"] * 3)]).total).all()
-    with pytest.raises(
-        RewardError, match=r"sleep\(\): 4 calls hang in threads, which nobody can end\. Set run: process"
-    ):
-        scores([group("hangs")])
-
-
-@pytest.mark.parametrize(
-    ("policy", "total"), [("none", [1.0, NAN, 1.0]), (0.0, [1.0, 0.0, 1.0]), (-2, [1.0, -2.0, 1.0])]
-)
-def test_on_timeout(policy, total, caplog):
-    table = score(sleep, "a", "hangs", "c", timeout=LIMIT, on_timeout=policy)
-    np.testing.assert_array_equal(table.total, [total])
-    (record,) = caplog.records
-    assert "sleep() took longer than its limit of 0.4 s for row 1 (prompt 0, completion 1)" in record.message
-
-
-def test_by_default_a_time_limit_stops_the_run_at_once():
-    with pytest.raises(
-        RewardError, match=r"limit of 0\.4 s for row 0 .*Raise its timeout, or set on_timeout: none"
-    ):
-        score(sleep, *["hangs"] * 40, timeout=LIMIT)  # not 40 / processes times the limit
-
-
-def test_starting_a_process_does_not_count(processes):
-    def quick(completion):
-        return 1.0
-
-    assert score(quick, "a", timeout=0.03).total.tolist() == [[1.0]]  # Python alone takes longer to start
-    assert len(processes) == 1
-
-
-def test_a_hung_process_and_its_children_are_ended(processes, tmp_path):
-    def parent(completion):
-        child = subprocess.Popen(["sleep", "60"])
-        Path(completion).write_text(str(child.pid))
-        child.wait()
-
-    file = tmp_path / "pid"
-    score(parent, str(file), timeout=LIMIT, on_timeout="none")
-    gone(processes[0].child.pid)
-    gone(int(file.read_text()))
-
-
-def gone(pid: int) -> None:
-    """Waits until a process has ended; a zombie has."""
-    for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"process {pid} lives")
-
-
-def test_time_limits_that_mean_nothing_are_errors():
-    for spec, expected in [
-        ({"run": "inline", "timeout": 3.0}, "runs inline, where nothing can interrupt it"),
-        ({"timeout": 0.0}, "timeout is 0.0; it must be a number of seconds above 0"),
-        ({"on_error": "skip"}, 'on_error is "skip"; it must be stop, none or a number'),
-        ({"on_timeout": NAN}, "on_timeout is nan; it must be a finite number"),
-    ]:
-        with pytest.raises(RewardError) as error:
-            load_reward(RewardSpec(hang, **spec))
-        assert expected in str(error.value)
-    with pytest.raises(
-        RewardError, match="is async and runs in the event loop, so run: thread means nothing"
-    ):
-        load_reward(RewardSpec(sleep_async, run="thread"))
-    assert load_reward(RewardSpec(hang)).timeout == 120.0
-    assert load_reward(RewardSpec(sleep_batch)).timeout is None
-
-
 # ------------------------------------------------------------------------------------ errors and processes
 
 
@@ -409,6 +245,45 @@ def test_on_error_of_the_other_kinds():
     assert score(fails_batch, "a", on_error=0.5).failures == {"fails_batch/errors": 0}
 
 
+def test_a_message_names_the_place_that_the_group_has_in_the_step():
+    failing = scorer(fails)
+    pending = [failing.submit(group("a", "b"), p=5), failing.submit(group("a", "bad"), p=2)]
+    with pytest.raises(RewardError, match=r"row 5 \(prompt 2, completion 1\)"):
+        failing.gather(pending)
+
+
+@pytest.mark.parametrize("run", ["process", "thread", "inline"])
+def test_a_function_that_wants_to_end_the_program_fails(run):
+    def leaves(completion):
+        if completion == "bad":
+            sys.exit(3)
+        return 1.0
+
+    table = score(leaves, "a", "bad", "c", run=run, on_error="none")
+    np.testing.assert_array_equal(table.total, [[1.0, NAN, 1.0]])
+    assert table.failures == {"leaves/errors": 1}
+
+
+def test_async_functions_that_end_the_program_or_themselves_fail():
+    async def leaves(completion):
+        raise {"exit": SystemExit, "cancel": asyncio.CancelledError}[completion]
+
+    for end, says in (("exit", "raised SystemExit"), ("cancel", "cancelled itself")):
+        with pytest.raises(RewardError, match=rf"leaves\(\) {says}.* for row 0 .*"):
+            score(leaves, end)
+    assert score(fails_async, "a").total.tolist() == [[1.0]]  # the loop goes on
+
+
+def test_what_cannot_be_shown_does_not_hang_the_run():
+    class Silent:
+        def __repr__(self):
+            raise ValueError("no words")
+
+    with pytest.raises(ValueError, match="no words"):
+        score(lambda completion: Silent(), "a", run="inline")
+    assert score(fails, "a", run="inline").total.tolist() == [[1.0]]
+
+
 def test_what_is_no_score_stops_the_run_whatever_the_policy():
     with pytest.raises(RewardError, match=r'returned "1" \(str\) for row 0'):
         score(lambda completion: "1", "a", on_error="none")
@@ -437,6 +312,35 @@ def test_notes_of_a_class_that_only_the_process_knows(tmp_path):
         "def f(completion): return {'score': 1, 'what': Own(), 'n': [1, (2, None)]}\n"
     )
     assert score(f"{tmp_path}/own.py:f", "a").notes == [[{"f.what": "Own!", "f.n": [1, [2, None]]}]]
+
+
+def test_starting_a_process_does_not_count(processes):
+    def quick(completion):
+        return 1.0
+
+    assert score(quick, "a", timeout=0.03).total.tolist() == [[1.0]]  # Python alone takes longer to start
+    assert len(processes) == 1
+
+
+def test_a_hung_process_and_its_children_are_ended(processes, tmp_path):
+    def parent(completion):
+        child = subprocess.Popen(["sleep", "60"])
+        Path(completion).write_text(str(child.pid))
+        child.wait()
+
+    file = tmp_path / "pid"
+    score(parent, str(file), timeout=LIMIT, on_timeout="none")
+    gone(processes[0].child.pid)
+    gone(int(file.read_text()))
+
+
+def gone(pid: int) -> None:
+    """Waits until a process has ended; a zombie has."""
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} lives")
 
 
 def test_a_process_that_has_grown_is_replaced(processes, monkeypatch):
@@ -494,83 +398,6 @@ def test_processes_end_with_the_program(tmp_path):
         run.send_signal(number)
         assert b"KeyboardInterrupt" in run.communicate(timeout=20)[1] or number == signal.SIGKILL
         gone(int(file.read_text()))
-
-
-# ---------------------------------------------------------------------------------------- concurrency
-
-
-def test_eight_async_rewards_of_half_a_second():
-    async def judge(completion):
-        await asyncio.sleep(0.5)
-        return 1.0
-
-    rewards = [load_reward(RewardSpec(judge, name=f"judge{i}")) for i in range(8)]
-    began = time.perf_counter()
-    assert (Scorer(rewards)([group(*"abcd")]).total == 8.0).all()
-    assert time.perf_counter() - began < 1
-
-
-def test_functions_of_all_kinds_run_at_the_same_time():
-    """Each waits for the others: a file per kind, in a process, a thread, the loop, and for a batch."""
-    warm()
-
-    def single(completion, folder, name="process"):
-        (folder / name).touch()
-        for _ in range(400):
-            if len(list(folder.iterdir())) == 4:
-                return 1.0
-            time.sleep(0.02)
-        return 0.0
-
-    def threaded(completion, folder):
-        return single(completion, folder, "thread")
-
-    def batch(completions, folder):
-        return [single("", folder[0], "batch")]
-
-    async def awaited(completion, folder):
-        return await asyncio.to_thread(single, completion, folder, "loop")
-
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        specs = [
-            RewardSpec(single),
-            RewardSpec(threaded, run="thread"),
-            RewardSpec(batch),
-            RewardSpec(awaited),
-        ]
-        table = Scorer([load_reward(spec) for spec in specs])([group("a", folder=Path(folder))])
-    assert table.total.tolist() == [[4.0]]
-
-
-def test_groups_are_scored_while_others_are_sampled():
-    scored = threading.Event()
-
-    async def quick(completion):
-        scored.set()
-        return float(completion)
-
-    calls = []
-
-    def batch(completions):
-        calls.append(completions)
-        return [10.0] * len(completions)
-
-    both = Scorer([load_reward(RewardSpec(quick)), load_reward(RewardSpec(batch))])
-    late = both.submit(group("3", "4"), p=1)
-    assert scored.wait(10)  # before the other group exists
-    assert calls == []  # a function for a whole step waits for the step
-    early = both.submit(group("1", "2"), p=0)
-    assert both.gather([early, late]).total.tolist() == [[11.0, 12.0], [13.0, 14.0]]
-    assert calls == [["1", "2", "3", "4"]]
-
-
-def test_a_message_names_the_place_that_the_group_has_in_the_step():
-    failing = scorer(fails)
-    pending = [failing.submit(group("a", "b"), p=5), failing.submit(group("a", "bad"), p=2)]
-    with pytest.raises(RewardError, match=r"row 5 \(prompt 2, completion 1\)"):
-        failing.gather(pending)
 
 
 # --------------------------------------------------------------------------------- the run is left alone

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from covey.rollout.environment import EpisodeError
+from covey.rollout.environment import EpisodeError, check_step
 from covey.rollout.tools import MOST_CHARACTERS, PARSERS, ToolEnvironment, choose_parser, hermes, make_tool
 
 
@@ -119,6 +119,29 @@ def test_what_goes_wrong_is_text_for_the_model(name: str, arguments: dict[str, A
     assert notes == {"tool_calls": 1, "tool_errors": 1}
 
 
+def test_parameters_may_be_called_as_ours_are() -> None:
+    def fetch(function: str, timeout: float) -> str:
+        """Fetches.
+
+        Args:
+            function: what
+            timeout: in seconds
+        """
+        return f"{function} within {timeout:g}"
+
+    reply = '<tool_call>{"name": "fetch", "arguments": {"function": "it", "timeout": 3}}</tool_call>'
+    messages, _, _ = asyncio.run(ToolEnvironment([make_tool(fetch)], hermes, timeout=1.0).step(reply))
+    assert messages[0]["content"] == "it within 3"
+
+
+def test_half_a_character_does_not_reach_the_tokenizer() -> None:
+    """JSON can spell one, and a tool repeats it; a tokenizer raises on it."""
+    reply = '<tool_call>{"name": "fail", "arguments": {"text": "\\ud800"}}</tool_call><tool_call>{"name": "\\ud800"}'
+    environment = ToolEnvironment([make_tool(fail)], hermes)
+    messages, _, _ = check_step(asyncio.run(environment.step(reply)), "step()")
+    assert messages[0]["content"] == "Error: LookupError: ?" and messages[1]["name"] == "?"
+
+
 def test_long_answers_are_cut_and_replies_without_calls_end_the_episode() -> None:
     (content,), _ = answers(("repeat", {"times": 10_000}))
     assert content == "x" * MOST_CHARACTERS + "... (cut: 10000 characters)"
@@ -181,6 +204,9 @@ BAD = "one that cannot be read"
         ("mistral", '[{"arguments": {"a": 1}, "name": "f"}]', [("f", {"a": 1})]),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}', [BAD]),
         ("mistral", "[TOOL_CALLS] [3]", [BAD]),
+        ("mistral", "[TOOL_CALLS]" + "[" * 100_000, [BAD]),
+        ("llama3", '{"name": "f", "parameters": ' + "[" * 100_000, [BAD]),
+        ("llama3", '{"a": ' * 100_000, []),
     ],
 )  # fmt: skip
 def test_parsers(parser: str, reply: str, calls: list[Any]) -> None:
