@@ -22,27 +22,9 @@ from covey.kernels.decode_attention import (
 )
 from covey.kernels.rope import rope_tables
 
+REFERENCES = module, ("decode_attention_reference", "rope_reference", "_store_reference")
 F64, NAN = torch.float64, float("nan")
 CANARY = 12345.0
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(request.param, monkeypatch)
-    return request.param
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("triton", monkeypatch)
-
-
-def choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects an implementation; with the kernels, a silent fall back to torch fails the test."""
-    monkeypatch.setenv("COVEY_KERNELS", name)
-    if name == "triton":
-        for reference in ("decode_attention_reference", "rope_reference", "_store_reference"):
-            monkeypatch.setattr(module, reference, None)
 
 
 def launch_with(monkeypatch: pytest.MonkeyPatch, **changes) -> None:
@@ -343,7 +325,9 @@ def layouts(draw):
 )
 def test_the_list_holds_every_key_once_and_evenly(layout, heads, resident, window):
     with pytest.MonkeyPatch.context() as patch:
-        choose("triton", patch)
+        patch.setenv("COVEY_KERNELS", "triton")
+        for reference in REFERENCES[1]:
+            patch.setattr(module, reference, None)
         launch_with(patch, resident=resident)
         scene = Scene(layout, 2 * heads, heads, 16, max_own=71, max_prefix=71, seed=len(layout))
         plan = DecodePlan(scene.tables, 2 * heads, heads, 16, F64, window)

@@ -11,6 +11,7 @@ import torch
 from covey.kernels import gated_mlp as module
 from covey.kernels.gated_mlp import KINDS, gated, gated_backward, swiglu, swiglu_backward
 
+REFERENCES = module, ("gated_reference", "gated_backward_reference")
 F64 = torch.float64
 CANARY = 12345.0
 ACT = {
@@ -18,25 +19,6 @@ ACT = {
     "gelu_tanh": lambda g: torch.nn.functional.gelu(g, approximate="tanh"),
     "gelu": torch.nn.functional.gelu,
 }
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(request.param, monkeypatch)
-    return request.param
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("triton", monkeypatch)
-
-
-def choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects an implementation; with the kernels, a silent fall back to torch fails the test."""
-    monkeypatch.setenv("COVEY_KERNELS", name)
-    if name == "triton":
-        for reference in ("gated_reference", "gated_backward_reference"):
-            monkeypatch.setattr(module, reference, None)
 
 
 def framed(rows: int, columns: int, dtype=F64, *, fill: float = float("nan"), right: int = 3) -> torch.Tensor:

@@ -9,31 +9,13 @@ import torch
 from covey.kernels import layernorm as module
 from covey.kernels.layernorm import add_layernorm, layernorm, layernorm_backward
 
+REFERENCES = module, ("layernorm_reference", "layernorm_backward_reference", "_placed")
 F64 = torch.float64
 EPS = 1e-6
 CANARY = 12345.0
 PARTS = {"neither": (False, False), "weight": (True, False), "bias": (False, True), "both": (True, True)}
 parts = pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(request.param, monkeypatch)
-    return request.param
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("triton", monkeypatch)
-
-
-def choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects an implementation; with the kernels, a silent fall back to torch fails the test."""
-    monkeypatch.setenv("COVEY_KERNELS", name)
-    if name == "triton":
-        for reference in ("layernorm_reference", "layernorm_backward_reference", "_placed"):
-            monkeypatch.setattr(module, reference, None)
 
 
 def weights(size: int, parts: tuple[bool, bool], dtype=F64) -> Weights:

@@ -18,26 +18,9 @@ from covey.kernels.lora_linear import LoraGroup, LoraPart
 from covey.kernels.nf4 import NF4, Nested
 from covey.kernels.nf4_matmul import nf4_matmul, nf4_matmul_reference
 
+REFERENCES = module, ("nf4_matmul_reference",)
 F64, NAN = torch.float64, float("nan")
 CANARY = 12345.0
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(request.param, monkeypatch)
-    return request.param
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("triton", monkeypatch)
-
-
-def choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects an implementation; with the kernels, a silent fall back to torch fails the test."""
-    monkeypatch.setenv("COVEY_KERNELS", name)
-    if name == "triton":
-        monkeypatch.setattr(module, "nf4_matmul_reference", None)
 
 
 def launch_with(monkeypatch: pytest.MonkeyPatch, **changes) -> None:
@@ -226,7 +209,9 @@ def test_any_shape(rows, sizes, blocks, data):
     ranks = data.draw(st.lists(st.integers(0, 6), min_size=len(sizes), max_size=len(sizes)))
     resident, bias = data.draw(st.integers(1, 9)), data.draw(st.booleans())
     with pytest.MonkeyPatch.context() as patch:
-        choose("triton", patch)
+        patch.setenv("COVEY_KERNELS", "triton")
+        for reference in REFERENCES[1]:
+            patch.setattr(module, reference, None)
         launch_with(patch, resident=resident)
         group = Group(sizes, 64 * blocks, ranks, bias=bias, seed=rows)
         x = group.input(rows)

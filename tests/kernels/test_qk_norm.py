@@ -11,6 +11,7 @@ from covey.kernels.qk_norm import pack_qk_norm_grad, qk_norm_rope
 from covey.kernels.rmsnorm import rmsnorm, rmsnorm_backward
 from covey.kernels.rope import rope, rope_backward, rope_tables
 
+REFERENCES = module, ("rope_reference",)
 F64 = torch.float64
 EPS = 1e-6
 CANARY = 12345.0
@@ -21,24 +22,6 @@ SHAPES = [
     (7, 7, 10),
     (12, 2, 16),
 ]  # query heads, key-value heads, head dimension
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(request.param, monkeypatch)
-    return request.param
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("triton", monkeypatch)
-
-
-def choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects an implementation; with the kernels, a silent fall back to torch fails the test."""
-    monkeypatch.setenv("COVEY_KERNELS", name)
-    if name == "triton":
-        monkeypatch.setattr(module, "rope_reference", None)
 
 
 def tables(tokens: int, rotated: int, dtype=F64, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:

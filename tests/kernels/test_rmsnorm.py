@@ -9,28 +9,10 @@ import torch
 from covey.kernels import rmsnorm as module
 from covey.kernels.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_apply, rmsnorm_backward
 
+REFERENCES = module, ("rmsnorm_reference", "rmsnorm_backward_reference", "_placed")
 F64 = torch.float64
 EPS = 1e-6
 CANARY = 12345.0
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(request.param, monkeypatch)
-    return request.param
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("triton", monkeypatch)
-
-
-def choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects an implementation; with the kernels, a silent fall back to torch fails the test."""
-    monkeypatch.setenv("COVEY_KERNELS", name)
-    if name == "triton":
-        for reference in ("rmsnorm_reference", "rmsnorm_backward_reference", "_placed"):
-            monkeypatch.setattr(module, reference, None)
 
 
 def framed(rows: int, columns: int, dtype=F64, *, fill: float = float("nan"), right: int = 3) -> torch.Tensor:

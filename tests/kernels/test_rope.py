@@ -9,6 +9,7 @@ import torch
 from covey.kernels import rope as module
 from covey.kernels.rope import pack_qkv_grad, rope, rope_backward, rope_copy, rope_inplace, rope_tables
 
+REFERENCES = module, ("rope_reference",)
 F64 = torch.float64
 CANARY = 12345.0
 # query heads, key-value heads, head dimension, rotated dimensions
@@ -21,24 +22,6 @@ SHAPES = [
     (5, 3, 12, 2),
     (28, 4, 16, 8),
 ]
-
-
-@pytest.fixture(params=["triton", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose(request.param, monkeypatch)
-    return request.param
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("triton", monkeypatch)
-
-
-def choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects an implementation; with the kernels, a silent fall back to torch fails the test."""
-    monkeypatch.setenv("COVEY_KERNELS", name)
-    if name == "triton":
-        monkeypatch.setattr(module, "rope_reference", None)
 
 
 def tables(tokens: int, rotated: int, dtype=F64, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
