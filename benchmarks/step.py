@@ -151,6 +151,7 @@ def main() -> None:
         "--attention", choices=["flash", "triton", "cudnn"], help="instead of the policy's choice"
     )
     parser.add_argument("--tokens-per-pass", type=int, default=1 << 30, help="default: all at once")
+    parser.add_argument("--launched", action="store_true", help="small passes too: no recorded graphs")
     parser.add_argument("--reps", type=int, default=10)
     parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "covey-shapes")
     args = parser.parse_args()
@@ -163,6 +164,7 @@ def main() -> None:
         started = time.perf_counter()
         policy = load_policy(folder, method=args.method, memory=memory)
         policy.attention_kind = args.attention or policy.attention_kind
+        policy.recorded = None if args.launched else policy.recorded
         held = torch.cuda.memory_allocated() / 2**30 if policy.device.type == "cuda" else float("nan")
         loading = time.perf_counter() - started
         for spec in args.work:
