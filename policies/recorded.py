@@ -50,9 +50,8 @@ class Place:
     dout_SH: Tensor
     forward: Recording | None = None  # that leaves what the backward reads
     backward: Recording | None = None
-    alone: dict[int, Recording] = field(
-        default_factory=dict
-    )  # forwards without a backward, by which adapter they have
+    # Forwards without a backward, by the adapter that they have.
+    alone: dict[int, Recording] = field(default_factory=dict)
 
 
 class RecordedPasses:
@@ -66,9 +65,8 @@ class RecordedPasses:
         self._memory: Any = None
         self._first: Graph | None = None  # keeps the memory together
         self._stream: Any = None
-        self._waiting: Callable[[], object | None] = lambda: (
-            None
-        )  # for the backward: the pass, while it lives
+        # The pass whose backward is still to come, while it lives.
+        self._waiting: Callable[[], object | None] = lambda: None
 
     def size(self, tokens: int) -> int:
         """S, the tokens of a pass filled up; 0 if it is not to be recorded."""

@@ -479,9 +479,8 @@ def test_bf16_on_a_gpu_is_as_good_as_on_a_cpu(case, folder_of):
     exact, cpu = (flat_gradient(folder, dtype, "cpu") for dtype in ("float64", "bfloat16"))
     allowed = 2 * (cpu - exact).norm() + 0.02 * exact.norm()
     fast, lean = (flat_gradient(folder, "bfloat16", "cuda", memory, False) for memory in ("fast", "lean"))
-    recorded = flat_gradient(
-        folder, "bfloat16", "cuda"
-    )  # of more tokens, so its products may round otherwise
+    # Recordings are of more tokens, so their products may round otherwise.
+    recorded = flat_gradient(folder, "bfloat16", "cuda")
     assert (fast - exact).norm() <= allowed and (recorded - exact).norm() <= allowed
     assert (fast - lean).norm() <= 1e-3 * fast.norm()
 
