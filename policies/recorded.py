@@ -207,11 +207,10 @@ class RecordedPasses:
     def _reserve(self) -> None:
         """Takes the memory for the most tokens in one piece, from which all recordings get theirs."""
         graph, spec = Graph(self._memory), self.policy.spec
-        graph.begin()
         self.memory_bytes = self.limit * (spec.num_layers + 2) * spec.kept_bytes(self.policy.dtype.itemsize)
-        torch.empty(self.memory_bytes, dtype=torch.uint8, device=self.policy.device)[
-            :1
-        ].zero_()  # graphs may not be empty
+        graph.begin()
+        room = torch.empty(self.memory_bytes, dtype=torch.uint8, device=self.policy.device)
+        room[:1].zero_()  # a graph may not be empty
         graph.end()
         self._first = graph
 
