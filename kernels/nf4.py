@@ -17,9 +17,10 @@ interval; its CPU code has the rounded r and another search. `quantize_nf4` is i
 elsewhere the nearest code of both tables.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,16 +124,14 @@ def quantize_nf4(weight_NK: Tensor, blocksize: int = BLOCK, *, nested: bool = Tr
         return quantize_nf4_reference(weight_NK, blocksize, nested=nested)
     from covey.kernels import nf4_triton
 
-    shape = weight_NK.shape[0], weight_NK.shape[1]
+    def search(x_E: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = _blocks(x_E, NESTED_BLOCK)
+        absmax = blocks.abs().amax(1)
+        scaled = blocks * nf4_triton.reciprocal(absmax)[:, None]
+        return _searched(scaled.view(-1)[: x_E.numel()], code), absmax
+
     packed, absmax = nf4_triton.quantize(weight_NK, blocksize)
-    if not nested:
-        return NF4(packed, absmax, shape, weight_NK.dtype, blocksize)
-    offset, dynamic = absmax.mean(), dynamic_code(weight_NK.device)
-    left = absmax - offset
-    blocks = torch.nn.functional.pad(left, (0, -len(left) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
-    absmax2 = blocks.abs().amax(1)
-    a = _searched((blocks * nf4_triton.reciprocal(absmax2)[:, None]).view(-1)[: len(left)], dynamic)
-    return NF4(packed, a, shape, weight_NK.dtype, blocksize, Nested(absmax2, dynamic, offset))
+    return _quantised(weight_NK, packed, absmax, blocksize, search if nested else None)
 
 
 def quantize_nf4_reference(weight_NK: Tensor, blocksize: int = BLOCK, *, nested: bool = True) -> NF4:
@@ -141,18 +140,31 @@ def quantize_nf4_reference(weight_NK: Tensor, blocksize: int = BLOCK, *, nested:
     q, absmax = _nearest(weight_NK.float().reshape(-1), code, blocksize)
     q = torch.nn.functional.pad(q, (0, q.numel() % 2), value=CODE.index(0.0))
     packed = q[::2] << 4 | q[1::2]
+    search = partial(_nearest, blocksize=NESTED_BLOCK)
+    return _quantised(weight_NK, packed, absmax, blocksize, search if nested else None)
+
+
+def _quantised(
+    weight_NK: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, nest: Callable[..., Any] | None
+) -> NF4:
+    """nest(x_E, code): indices of codes, and the scales of their blocks; None: scales stay as they are."""
     shape = weight_NK.shape[0], weight_NK.shape[1]
-    if not nested:
+    if nest is None:
         return NF4(packed, absmax, shape, weight_NK.dtype, blocksize)
     offset, dynamic = absmax.mean(), dynamic_code(weight_NK.device)
-    a, absmax2 = _nearest(absmax - offset, dynamic, NESTED_BLOCK)
+    a, absmax2 = nest(absmax - offset, dynamic)
     return NF4(packed, a, shape, weight_NK.dtype, blocksize, Nested(absmax2, dynamic, offset))
+
+
+def _blocks(x_E: Tensor, blocksize: int) -> Tensor:
+    """[B, blocksize], filled up with 0."""
+    return torch.nn.functional.pad(x_E, (0, -x_E.numel() % blocksize)).view(-1, blocksize)
 
 
 def _nearest(x_E: Tensor, code: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
     """(index of the code nearest to x / absmax, uint8 [E]; absmax of each block, float32)."""
     size = x_E.numel()
-    blocks = torch.nn.functional.pad(x_E, (0, -size % blocksize)).view(-1, blocksize)
+    blocks = _blocks(x_E, blocksize)
     absmax = blocks.abs().amax(1)
     scaled = blocks * (1 / absmax.clamp(min=1e-38))[:, None]
     q = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2)

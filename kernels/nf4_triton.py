@@ -103,7 +103,7 @@ def quantize(weight_NK: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
     if size:
         with torch.cuda.device_of(weight_NK):
             _quantize[(-(-len(absmax) // blocks),)](
-                weight_NK, packed, absmax, size, blocksize, blocks, not interpreted(), num_warps=WARPS
+                weight_NK, packed, absmax, size, blocksize, blocks, _has_reciprocal(), num_warps=WARPS
             )
     return packed, absmax
 
@@ -113,8 +113,13 @@ def reciprocal(x_E: Tensor) -> Tensor:
     out = torch.empty_like(x_E)
     if out.numel():
         with torch.cuda.device_of(x_E):
-            _reciprocals[(-(-x_E.numel() // TILE),)](x_E, out, x_E.numel(), not interpreted(), TILE)
+            _reciprocals[(-(-x_E.numel() // TILE),)](x_E, out, x_E.numel(), _has_reciprocal(), TILE)
     return out
+
+
+def _has_reciprocal() -> bool:
+    """True where the instruction exists that bitsandbytes' CUDA code uses."""
+    return torch.version.cuda is not None and not interpreted()
 
 
 @triton.jit

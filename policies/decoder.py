@@ -77,7 +77,7 @@ class DecoderPolicy:
         if self.recorded is not None and (size := self.recorded.size(tokens)):
             rest = torch.tensor([[tokens, size, 0, 0]], dtype=torch.int32)
             plan = self.plan(torch.cat((batch.segments, rest)))
-            out = self.recorded.run(hidden, ropes, plan, trains)
+            out = self.recorded.run(size, hidden, ropes, plan, trains)
         if out is None:
             store = HostStore(self._stream) if trains and self._stream is not None else None
             plan, scale = self.plan(batch.segments), self.adapter.scale

@@ -75,13 +75,13 @@ class RecordedPasses:
         return size if 0 < size <= self.limit and self._waiting() is None else 0
 
     def run(
-        self, hidden_TH: Tensor, ropes: tuple[Rope, ...], plan: AttentionPlan, trains: bool
+        self, size: int, hidden_TH: Tensor, ropes: tuple[Rope, ...], plan: AttentionPlan, trains: bool
     ) -> Tensor | None:
-        """What the layers make of hidden [T, H], with a plan for S tokens: [T, H], valid until the next pass.
+        """What the layers make of hidden [T, H], with a plan for `size(T)` tokens: [T, H], valid until the next pass.
 
         None if there is no memory for a recording; then and from now on the pass has to run without one.
         """
-        place, lora = self._place(self.size(len(hidden_TH)), hidden_TH, ropes), self.policy.active
+        place, lora = self._place(size, hidden_TH, ropes), self.policy.active
         try:
             if trains and place.forward is None:
                 self._record_training(place, plan)
