@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from covey.kernels.attention import AttentionPlan
 from covey.kernels.lora_linear import LoraGroup
 from covey.policies.layer import DecoderLayer, Kept, Pass, Rope
-from covey.policies.recording import Graph, Recording
+from covey.policies.recording import Graph, Recording, uncollected
 
 if TYPE_CHECKING:
     from covey.policies.decoder import DecoderPolicy
@@ -184,7 +184,7 @@ class RecordedPasses:
         if first:
             self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), uncollected():
             self._warm_up(place, plan, lora, backward)
             if first:
                 self._reserve()

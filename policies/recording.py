@@ -1,5 +1,6 @@
 """What a pass is recorded into: CUDA graphs, and between them steps that differ from batch to batch."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,18 @@ import torch
 from torch import Tensor
 
 from covey.kernels.attention import AttentionPlan
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without searching for garbage: another policy's CUDA graph, found there, cannot be freed during a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Graph:

@@ -18,6 +18,7 @@ from torch import Tensor
 from covey.kernels.decode_tables import DecodeTables
 from covey.kernels.sample_inputs import draw
 from covey.policies.decode import Step, decode_logits
+from covey.policies.recording import uncollected
 from covey.rollout.engine import Sampling
 from covey.rollout.kv_pool import KVPool
 from covey.rollout.memory import Room
@@ -164,7 +165,8 @@ class Slots:
     def _record(self, size: int) -> None:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile, such as a reward model's.
-        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local")
+        with uncollected(), capture:
             self._step(size)
         self._graph_memory = self._graph_memory or graph.pool()
         self.graphs[size] = graph

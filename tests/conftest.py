@@ -4,6 +4,7 @@
 architectures whose logits, norms, biases and RoPE are all far from trivial values.
 """
 
+import gc
 import os
 import string
 from collections.abc import Callable, Iterator
@@ -46,6 +47,28 @@ def _fixed_random_state() -> Iterator[None]:
     """Each test starts from the same global generator, whichever tests ran before it."""
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture
+def drop_graph() -> Iterator[Callable[[], None]]:
+    """During a capture, drop_graph() makes a CUDA graph garbage, for which Python then looks at every new object."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(8, device="cuda")
+    held = [graph]
+    del graph
+
+    def drop() -> None:
+        if held and torch.cuda.is_current_stream_capturing():
+            cycle: list[Any] = [held.pop()]
+            cycle.append(cycle)
+
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    yield drop
+    gc.set_threshold(*before)
+    assert gc.isenabled()
+    assert not held, "nothing was captured"
 
 
 def write_character_tokenizer(folder: Path, size: int) -> None:

@@ -1,5 +1,7 @@
 """NF4 against bitsandbytes and against NumPy's float32, whose product and sum are rounded one after the other."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -266,10 +268,26 @@ def test_the_kernel_quantises_like_bitsandbytes_on_a_cpu(blocksize: int, dtype: 
         assert_same_bits(mine.absmax, state.absmax)
 
 
+# Between two codes, as bitsandbytes' CUDA code compares (csrc/kernels.cu, float literals).
+MIDPOINTS = [
+    "-0.8480964004993439", "-0.6106329262256622", "-0.4599952697753906", "-0.33967943489551544", "-0.23460740596055984",
+    "-0.13791173323988914", "-0.045525018125772476", "0.03979014977812767", "0.1202552504837513", "0.2035212516784668",
+    "0.2920137718319893", "0.3893125355243683", "0.5016634166240692", "0.6427869200706482", "0.8614784181118011",
+]  # fmt: skip
+
+
+def float32_literal(decimal: str) -> float:
+    """Rounded once, as a compiler does. Half of the midpoints are halfway between two float32 within 16 digits."""
+    near = np.float32(decimal)
+    candidates = (np.nextafter(near, np.float32(-1)), near, np.nextafter(near, np.float32(1)))
+    return min((float(x) for x in candidates), key=lambda x: abs(Fraction(x) - Fraction(decimal)))
+
+
 def test_the_kernel_counts_midpoints_exactly(monkeypatch: pytest.MonkeyPatch):
     """Every code, every midpoint and their neighbours in float32, in blocks whose largest magnitude is 1."""
     code = torch.tensor(nf4.CODE)
-    middle = (code[1:].double() + code[:-1].double()).div(2).float()
+    middle = torch.tensor([float32_literal(x) for x in MIDPOINTS])
+    torch.testing.assert_close(middle, (code[1:] + code[:-1]) / 2, rtol=0, atol=6e-8)
     points = torch.cat((code, middle))
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
     points = torch.cat((points, torch.nextafter(points, up), torch.nextafter(points, down)))

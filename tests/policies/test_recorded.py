@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from covey.policies import recorded
+from covey.policies import layer, recorded
 from covey.policies.load import load_policy
 from covey.policies.policy import Batch
 
@@ -255,3 +255,16 @@ def test_a_policy_in_4_bits_records_its_small_passes(tiny_llama):
         for x, y, z in zip(found, like, true, strict=True):
             assert (x - z).norm() <= 1.5 * (y - z).norm() + 1e-6 * z.norm()
     assert policy.recorded.places
+
+
+@pytest.mark.gpu
+def test_a_graph_in_the_garbage_does_not_end_a_recording(tiny_llama, drop_graph, monkeypatch):
+    forward = layer.DecoderLayer.forward
+
+    def dropping(self, x, now):
+        drop_graph()
+        return forward(self, x, now)
+
+    monkeypatch.setattr(layer.DecoderLayer, "forward", dropping)
+    policy, plain = with_and_without(tiny_llama, "cuda")
+    close(trained(policy, BATCHES[0]), trained(plain, BATCHES[0]), "cuda")

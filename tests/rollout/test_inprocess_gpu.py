@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from covey.policies.decode import decode_logits
 from covey.policies.load import load_policy
-from covey.rollout import memory, schedule
+from covey.rollout import memory, schedule, slots
 from covey.rollout.engine import Prompt, Sampling
 from covey.rollout.inprocess import InProcessEngine
 
@@ -65,15 +66,27 @@ def test_ids_equal_those_of_the_cpu(settings, room, tiny, monkeypatch):
 def test_a_chunk_is_launched_without_a_wait(tiny_llama):
     engine = engine_of(tiny_llama, dtype="bfloat16")
     engine.generate(mixed_prompts(), 3, Sampling(9, top_p=0.9))
-    slots = engine._slots
-    assert slots is not None and slots.graphs
+    recorded = engine._slots
+    assert recorded is not None and recorded.graphs
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        slots.run(15, 4)
-        slots.run(3, 2)  # a bucket that was not recorded yet
+        recorded.run(15, 4)
+        recorded.run(3, 2)  # a bucket that was not recorded yet
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_graph_in_the_garbage_does_not_end_a_recording(tiny_llama, drop_graph, monkeypatch):
+    def dropping(policy, step):
+        drop_graph()
+        return decode_logits(policy, step)
+
+    monkeypatch.setattr(slots, "decode_logits", dropping)
+    engine, sampling = engine_of(tiny_llama), Sampling(9, temperature=0)
+    groups = engine.generate(mixed_prompts(), 2, sampling)
+    like = engine_of(tiny_llama).generate(mixed_prompts(), 2, sampling)
+    assert [c.ids for g in groups for c in g.completions] == [c.ids for g in like for c in g.completions]
 
 
 @pytest.mark.parametrize("plenty", [True, False])
