@@ -67,7 +67,10 @@ class VllmEngine:
         self._weights: Mapping[str, Tensor] | None = None  # not handed over yet
         self._trained: Mapping[str, Tensor] | None = None  # all weights, which vLLM loses in its sleep
         self._adapter: Any = None  # what requests name the adapter by
-        self._asleep = self._closed = False
+        self._asleep = False
+        # An engine that is dropped ends too: vLLM hides its objects from Python's search for garbage.
+        self._end = weakref.finalize(self, vllm_versions.shut_down, llm)
+        self._end.atexit = False  # the process's memory goes with the process
         self._updates, self._requests = itertools.count(1), itertools.count()
 
     def generate(
@@ -81,7 +84,7 @@ class VllmEngine:
 
         ValueError for what cannot be sampled, or what vLLM would quietly sample otherwise.
         """
-        if self._closed:
+        if not self._end.alive:
             raise VllmError(
                 "a later run of this process has its own vLLM now, and there can be only one in a process"
             )
@@ -137,13 +140,9 @@ class VllmEngine:
 
     def close(self) -> None:
         """Ends it. vLLM's state is the process's: a second one would break when the first one goes."""
-        if not self._closed:
-            self._closed = True
-            if self._asleep:  # memory that is not there cannot be freed
-                self.llm.wake_up(tags=["weights", "kv_cache"])
-            vllm_versions.shut_down(self.llm)
-            self.llm = None
-            gc.collect()  # its weights
+        self._end()
+        self.llm = None
+        gc.collect()  # its weights
 
     def _hand_over(self) -> None:
         if self._weights is None:
@@ -194,6 +193,7 @@ def open_vllm(
     vllm = vllm_versions.import_vllm()
     if _open is not None and (before := _open()) is not None:
         before.close()
+    gc.collect()  # what is left of one that was dropped
     arguments = vllm_versions.engine_arguments(serving, vllm.__version__, on_cpu=device.type == "cpu")
     if device.type == "cuda":
         if device.index:

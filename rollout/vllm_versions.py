@@ -366,4 +366,6 @@ def reset_prefix_cache(llm: Any) -> None:
 
 def shut_down(llm: Any) -> None:
     """Ends it, and gives its memory back."""
+    if llm.llm_engine.is_sleeping():  # memory that is not there cannot be freed
+        llm.wake_up(tags=["weights", "kv_cache"])
     llm.llm_engine.engine_core.shutdown()

@@ -139,6 +139,9 @@ class FakeLLM:
     def shutdown(self) -> None:
         self.log.append(("shutdown",))
 
+    def is_sleeping(self) -> bool:
+        return bool(self.asleep)
+
     def sleep(self, level: int) -> None:
         self.asleep = {"weights", "kv_cache"}
         self.log.append(("sleep", level))
@@ -406,6 +409,18 @@ def test_one_that_sleeps_is_woken_before_it_ends(monkeypatch: pytest.MonkeyPatch
     engine.close()
     engine.close()
     assert llm.log == [("sleep", 1), ("wake", "weights", "kv_cache"), ("shutdown",)]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_one_that_is_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_local, "short_of_memory", lambda device: True)
+    engine = open_vllm(serving(), spelled, [0], adapter=ADAPTER, device=CPU)
+    engine.update({B: torch.full((64, 1), 6 / 64)}, 1)
+    next_tokens(engine)
+    engine.sleep()
+    log = engine.llm.log
+    del engine
+    assert log[-3:] == [("sleep", 1), ("wake", "weights", "kv_cache"), ("shutdown",)]
 
 
 def test_four_bits_are_made_of_what_the_trainer_makes_them_of(vllm: types.ModuleType) -> None:
