@@ -45,6 +45,35 @@ class ScoreTable:
         known = {name: score[~np.isnan(score)] for name, score in self.per_function.items()}
         return {name: float(score.mean()) if score.size else math.nan for name, score in known.items()}
 
+    def take(self, kept: Sequence[int] | np.ndarray) -> "ScoreTable":
+        """The scores of these groups."""
+        return ScoreTable(
+            self.total[kept],
+            {name: values[kept] for name, values in self.per_function.items()},
+            [self.notes[p] for p in kept],
+            self.failures,
+            {name: values[kept] for name, values in self.seconds.items()},
+        )
+
+    @classmethod
+    def join(cls, tables: Sequence["ScoreTable"]) -> "ScoreTable":
+        """Of the groups of all tables, one table after the other; those without groups do not count."""
+        tables = [table for table in tables if len(table.total)] or list(tables[:1])
+
+        def joined(name: str) -> dict[str, np.ndarray]:
+            return {
+                key: np.concatenate([getattr(table, name)[key] for table in tables])
+                for key in getattr(tables[0], name)
+            }
+
+        return cls(
+            np.concatenate([table.total for table in tables]),
+            joined("per_function"),
+            [notes for table in tables for notes in table.notes],
+            {key: sum(table.failures[key] for table in tables) for key in tables[0].failures},
+            joined("seconds"),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Pending:

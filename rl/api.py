@@ -10,6 +10,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from rich.console import Console
 
 from covey.policies.decoder import DecoderPolicy
 from covey.policies.hf import HFPolicy
@@ -18,6 +19,7 @@ from covey.rewards.reward import RewardSpec
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.config_file import Source, dump_config, load_config
 from covey.rl.display import Display
+from covey.rl.distributed import from_first, is_first, join_ranks, world_size
 from covey.rl.export.export import export
 from covey.rl.loop import RunLoop
 from covey.rl.metrics import Metrics
@@ -147,21 +149,24 @@ def _launch(
 ) -> Run:
     """Check everything that is cheap to check, make the run's folder, load the weights, run. `rewards` replace
     those of the configuration."""
+    join_ranks()
     _prepare(config)
     given = [_spec(reward) for reward in rewards]
     named = [RewardSpec(**dict(r)) for r in config.rewards]
     with seldom_collected():
         trainer = kind(config, given or named, data, eval_data)
     text = dump_config(config) + "".join(f"# reward given in Python: {_describe(s)}\n" for s in given)
-    folder = RunFolder.create(
-        config.run,
-        default_name(trainer.command, config.model.path),
-        text,
-        resume=resume,
-        device=trainer.device_name,
-        cuda=torch.version.cuda,
+    folder = from_first(
+        lambda: RunFolder.create(
+            config.run,
+            default_name(trainer.command, config.model.path),
+            text,
+            resume=resume,
+            device=trainer.device_name,
+            cuda=torch.version.cuda,
+        )
     )
-    with Display(plain=plain) as display:
+    with Display(plain=plain, console=None if is_first() else Console(quiet=True)) as display:
         with seldom_collected():
             trainer.load_weights()
         loop = RunLoop(trainer, folder, config.eval, config.run, display)
@@ -174,9 +179,10 @@ def _launch(
 
 
 def _prepare(config: GrpoConfig | SftConfig | DpoConfig) -> None:
-    logging.getLogger("covey").setLevel(logging.INFO)
+    logging.getLogger("covey").setLevel(logging.INFO if is_first() else logging.ERROR)
     available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    torch.set_num_threads(config.run.threads or len(available))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world_size() > 1 else 1  # processes on this machine
+    torch.set_num_threads(config.run.threads or max(1, len(available) // here))
 
 
 def _load(config: Source, overrides: Mapping[str, Any], data: Any, model: type[Any]) -> Any:

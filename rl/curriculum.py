@@ -108,7 +108,7 @@ class Supply:
                 break
             new, new_scores = sample(more)
             self._observe(new, new_scores)
-            groups, scores, rounds = [*groups, *new], _join(scores, new_scores), rounds + 1
+            groups, scores, rounds = [*groups, *new], ScoreTable.join([scores, new_scores]), rounds + 1
             spread = has_spread(scores.total)
         if not self.rounds:
             return groups, scores, {}
@@ -117,7 +117,7 @@ class Supply:
         measured = {"groups/sampled": float(len(groups)), "reward/sampled": _mean(scores.total)}
         if rounds:
             kept = np.sort(np.argsort(~spread, kind="stable")[:wanted])
-            groups, scores = [groups[p] for p in kept], _take(scores, kept)
+            groups, scores = [groups[p] for p in kept], scores.take(kept)
         return groups, scores, measured
 
     def _observe(self, groups: Sequence[Group], scores: ScoreTable) -> None:
@@ -175,28 +175,3 @@ def _known_rate(prompt: Prompt, column: str | None) -> float | None:
 def _mean(rewards: NDArray[np.float64]) -> float:
     known = rewards[~np.isnan(rewards)]
     return float(known.mean()) if len(known) else float("nan")
-
-
-def _take(scores: ScoreTable, kept: NDArray[np.intp]) -> ScoreTable:
-    return ScoreTable(
-        scores.total[kept],
-        {name: values[kept] for name, values in scores.per_function.items()},
-        [scores.notes[p] for p in kept],
-        scores.failures,
-        {name: values[kept] for name, values in scores.seconds.items()},
-    )
-
-
-def _join(first: ScoreTable, second: ScoreTable) -> ScoreTable:
-    def both(
-        a: dict[str, NDArray[np.float64]], b: dict[str, NDArray[np.float64]]
-    ) -> dict[str, NDArray[np.float64]]:
-        return {name: np.concatenate([a[name], b[name]]) for name in a}
-
-    return ScoreTable(
-        np.concatenate([first.total, second.total]),
-        both(first.per_function, second.per_function),
-        [*first.notes, *second.notes],
-        {name: count + second.failures[name] for name, count in first.failures.items()},
-        both(first.seconds, second.seconds),
-    )

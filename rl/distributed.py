@@ -1,16 +1,51 @@
 """What the ranks of a run must know of each other; with one process everything here does nothing.
 
-Each rank holds its own prompts of a step. Statistics over the step (rewards, denominators, entropies) are computed from
-the gathered numbers on every rank alike, and gradients, which carry the step's denominator already, are summed.
+Each rank has its share of a step's prompts. Statistics over the step (rewards, denominators, entropies) are computed
+from the gathered numbers on every rank alike, and gradients, which carry the step's denominator already, are summed. So
+all ranks hold the same weights at any time; the first one writes down what there is to write.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import atexit
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Item = TypeVar("Item")
+MEETING = timedelta(minutes=10)  # for all to be there
+# A rank waits for the slowest, whose completions may be long and whose rewards slow.
+PATIENCE = timedelta(hours=12)
+
+
+def join_ranks() -> None:
+    """Meets the other processes of the run, if `torchrun` has started several; once in a process.
+
+    On a machine with GPUs each takes the one with its number there. Raises RuntimeError if there are too few.
+    """
+    started = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    if not started or int(os.environ["WORLD_SIZE"]) == 1 or dist.is_initialized():
+        return
+    number, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if 0 < gpus <= number:
+        raise RuntimeError(
+            f"torchrun has started more processes than this machine has GPUs ({gpus}): lower --nproc-per-node"
+        )
+    if gpus:
+        torch.cuda.set_device(number)
+    store, rank, world = next(dist.rendezvous("env://", timeout=MEETING))
+    backends = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    atexit.register(dist.destroy_process_group)
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and prints."""
+    return world_size() == 1 or dist.get_rank() == 0
 
 
 def world_size() -> int:
@@ -24,6 +59,27 @@ def gather_objects(item: Any) -> list[Any]:
     items: list[Any] = [None] * world_size()
     dist.all_gather_object(items, item)
     return items
+
+
+def from_first(make: Callable[[], Item]) -> Item:
+    """What the first rank makes, on every rank."""
+    if world_size() == 1:
+        return make()
+    items = [make() if is_first() else None]
+    dist.broadcast_object_list(items, src=0)
+    return items[0]  # type: ignore[return-value]
+
+
+def share(items: Sequence[Item]) -> list[Item]:
+    """This rank's part of what all ranks have: parts as equal as possible, in the order of the ranks."""
+    if world_size() == 1:
+        return list(items)
+    return [items[i] for i in np.array_split(np.arange(len(items)), world_size())[dist.get_rank()]]
+
+
+def sum_over_ranks(values: Iterable[float]) -> float:
+    """Of the values of all ranks."""
+    return sum(gather_objects(sum(values)))
 
 
 def gather_rows(array: np.ndarray) -> tuple[np.ndarray, slice]:

@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid
 from covey.policies.policy import Batch, Policy
 from covey.rl.batch import pack_pairs, split, to_device
 from covey.rl.config import DpoConfig, DpoSection
-from covey.rl.distributed import sum_gradients
+from covey.rl.distributed import share, sum_gradients, sum_over_ranks
 from covey.rl.grpo import with_reference
 from covey.rl.losses import row_numbers
 from covey.rl.optimizer import FlatAdamW
@@ -52,7 +52,7 @@ class DpoMachine:
 def dpo_step(
     machine: DpoMachine, pairs: Sequence[Pair], config: DpoConfig, step: int, total: int
 ) -> Measured:
-    """One optimiser step (counted from 0, of `total`) on these pairs."""
+    """One optimiser step (counted from 0, of `total`) on these pairs, of which every rank takes its share."""
     clock = Clock(machine.device)
     parts = pair_passes(machine.policy, pairs, config.optim.tokens_per_pass, machine.device)
     clock.lap("reference")
@@ -65,7 +65,7 @@ def dpo_step(
     metrics = pair_metrics(over_ranks(stats)) | machine.optimizer.step(step, total)
     machine.optimizer.zero_grad()
     clock.lap("train")
-    metrics["tokens/computed"] = computed = sum(len(part.input_ids) for part in parts)
+    metrics["tokens/computed"] = computed = sum_over_ranks(len(part.input_ids) for part in parts)
     metrics["train/tokens_per_s"] = computed / max(clock.seconds["train"], 1e-9)
     return metrics | clock.metrics()
 
@@ -85,8 +85,8 @@ def evaluate_pairs(
 def pair_passes(
     policy: Policy, pairs: Sequence[Pair], tokens_per_pass: int, device: torch.device
 ) -> list[Batch]:
-    """The passes of a step, on the device, with the reference policy's log-probs."""
-    parts = split(pack_pairs(pairs), tokens_per_pass, keep_families=True)
+    """This rank's passes of a step, on the device, with the reference policy's log-probs."""
+    parts = split(pack_pairs(share(pairs)), tokens_per_pass, keep_families=True)
     return with_reference(policy, [to_device(part, device) for part in parts])
 
 

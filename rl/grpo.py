@@ -7,7 +7,7 @@ Axes: P prompts of a step, G completions per prompt, M scored tokens of a pass.
     loss          a sum over scored tokens (rl/objectives.py) whose weights carry the denominator (rl/batch.py)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from covey.rl.advantages import compute_advantages, whiten
 from covey.rl.batch import pack, split, to_device, trained_tokens
 from covey.rl.config import GrpoConfig
 from covey.rl.curriculum import Supply
-from covey.rl.distributed import gather_objects, gather_rows, sum_gradients
+from covey.rl.distributed import gather_objects, gather_rows, share, sum_gradients, sum_over_ranks
 from covey.rl.entropy import EntropyBonus, keep_top_entropy
 from covey.rl.kl import kl_value
 from covey.rl.metrics import Sample, sample_rows
@@ -56,6 +56,7 @@ def grpo_step(
     clock = Clock(machine.device)
 
     def sample(prompts: Sequence[Prompt]) -> tuple[list[Group], ScoreTable]:
+        """Every rank samples and scores its share, and then knows all of them."""
         machine.engine.wake()
         pending: dict[int, Pending] = {}
 
@@ -63,19 +64,21 @@ def grpo_step(
             pending[index] = machine.scorer.submit(group, index)
 
         sampling = step_sampling(config, step)
-        groups = machine.engine.generate(prompts, config.rollout.group_size, sampling, score)
+        groups = sample_share(machine.engine, prompts, config.rollout.group_size, sampling, score)
         machine.engine.sleep()
         clock.lap("rollout")
         scores = machine.scorer.gather([pending[index] for index in range(len(groups))])
         clock.lap("reward")
-        return groups, scores
+        return gather_groups(groups, scores)
 
     groups, scores = sample(prompts)
     supplied: Measured = {}
     if supply is not None:
         groups, scores, supplied = supply.complete(groups, scores, sample, step)
 
-    advantage_PG, learned = learn(machine, groups, scores, config, step)
+    mine = share(range(len(groups)))
+    advantage_PG, learned = learn(machine, [groups[p] for p in mine], scores.take(mine), config, step)
+    advantage_PG, _ = gather_rows(advantage_PG)
     machine.engine.update(machine.policy.weights(), step + 1)
     clock.lap("train")
 
@@ -85,10 +88,31 @@ def grpo_step(
     return metrics | clock.metrics(), sample_rows(groups, scores.total, scores.per_function, advantage_PG)
 
 
+def sample_share(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    finished: Callable[[int, Group], None] | None = None,
+) -> list[Group]:
+    """n completions for each of this rank's share of the prompts; there may be none."""
+    mine = share(prompts)
+    return engine.generate(mine, n, sampling, finished) if mine else []
+
+
+def gather_groups(groups: list[Group], scores: ScoreTable) -> tuple[list[Group], ScoreTable]:
+    """The groups of all ranks with their scores."""
+    gathered = gather_objects((groups, scores))
+    return [group for groups, _ in gathered for group in groups], ScoreTable.join([s for _, s in gathered])
+
+
 def learn(
     machine: GrpoMachine, groups: Sequence[Group], scores: ScoreTable, config: GrpoConfig, step: int
 ) -> tuple[np.ndarray, Measured]:
-    """All optimiser steps over one batch of rollouts. Returns the advantages [P, G] and what was measured."""
+    """All optimiser steps over one batch of rollouts, of which every rank has its share.
+
+    Returns the advantages [P, G] and what was measured.
+    """
     o, policy = config.objective, machine.policy
     advantages = _advantages(machine, groups, scores, config)
     minibatches = _minibatches(machine, groups, scores, advantages, config)
@@ -119,7 +143,10 @@ def learn(
 
     trained = int(advantages.trained_PG.sum())
     metrics = advantages.metrics | merge_updates(updates)
-    metrics["tokens/computed"] = sum(len(part.input_ids) for parts in minibatches for part in parts)
+    metrics["tokens/computed"] = sum_over_ranks(
+        len(part.input_ids) for parts in minibatches for part in parts
+    )
+    computed, trained = sum_over_ranks([computed]), sum_over_ranks([trained])
     metrics["tokens/skipped"] = 1.0 - computed / trained if trained else 0.0
     return advantages.rows_PG, metrics
 
@@ -186,9 +213,9 @@ def _advantages(
         for row, k in penalties.items():
             penalty_PG[row] = o.beta * k.sum()
         reward_PG = reward_PG - penalty_PG.reshape(reward_PG.shape)
-        counted = sum(len(k) for k in penalties.values())
-        metrics["kl/reference"] = sum(float(k.sum()) for k in penalties.values()) / max(1, counted)
-        metrics["reward/kl_penalty"] = float(penalty_PG.mean())
+        counted = sum_over_ranks(len(k) for k in penalties.values())
+        metrics["kl/reference"] = sum_over_ranks(float(k.sum()) for k in penalties.values()) / max(1, counted)
+        metrics["reward/kl_penalty"] = float(gather_rows(penalty_PG)[0].mean())
 
     everywhere_PG, mine = gather_rows(reward_PG)
     functions_PGK, _ = gather_rows(np.stack(list(scores.per_function.values()), axis=-1))
@@ -246,9 +273,9 @@ def _minibatches(
         o.kl_place != "loss" and not o.has_entropy_term and o.top_entropy == 1 and not advantages.tokens
     )
     minibatches, taken = [], 0
-    for share in np.array_split(np.arange(len(groups)), o.updates_per_rollout):
-        mine = [groups[p] for p in share]
-        batch = _pack(mine, advantages.rows_PG[share], scored_PG[share], config, skip_zero=skip_zero)
+    for places in np.array_split(np.arange(len(groups)), o.updates_per_rollout):
+        mine = [groups[p] for p in places]
+        batch = _pack(mine, advantages.rows_PG[places], scored_PG[places], config, skip_zero=skip_zero)
         if advantages.tokens is not None:
             rows = len(np.unique(batch.row.numpy()))
             values = np.concatenate([np.zeros(0), *advantages.tokens[taken : taken + rows]])

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from covey.rl.checkpoint import RunError, load_checkpoint, save_checkpoint, weights_folder
 from covey.rl.config import EvalSection, RunSection, SftEvalSection
 from covey.rl.display import Display, Summary
-from covey.rl.metrics import JsonlLogger, Metrics, Sample, write_samples
+from covey.rl.distributed import from_first, gather_objects, is_first
+from covey.rl.metrics import JsonlLogger, Logger, Metrics, Sample, write_samples
 from covey.rl.run_folder import RunFolder
 
 Results = tuple[dict[str, float], list[Sample]]
@@ -89,7 +90,10 @@ class Patience:
 
 
 class RunLoop:
-    """One run in one folder. `metrics` fills up as it goes; a step's number is that of finished steps (from 1)."""
+    """One run in one folder. `metrics` fills up as it goes; a step's number is that of finished steps (from 1).
+
+    With several ranks all of them are here; the first one writes.
+    """
 
     def __init__(
         self, trainer: Trainer, folder: RunFolder, evaluation: EvalSection, run: RunSection, display: Display
@@ -111,8 +115,10 @@ class RunLoop:
         self._saved = -1
         if folder.checkpoint is not None:
             self._resume(folder.checkpoint)
-        self._log = JsonlLogger(folder.metrics, self.done if folder.checkpoint else None)
-        self.metrics = Metrics.read(folder.metrics)
+        self._log: Logger = Metrics()
+        if is_first():
+            self._log = JsonlLogger(folder.metrics, self.done if folder.checkpoint else None)
+        self.metrics = from_first(lambda: Metrics.read(folder.metrics))
 
     def _resume(self, path: Path) -> None:
         checkpoint = load_checkpoint(path)
@@ -121,7 +127,8 @@ class RunLoop:
             self.patience.restore(compared)
         self.trainer.restore(checkpoint.adapter, state, checkpoint.step)
         checkpoint.restore_rng()
-        self.folder.rewind(checkpoint.step)
+        if is_first():
+            self.folder.rewind(checkpoint.step)
         self.done = self._saved = checkpoint.step
         if not self.adapter.is_dir():
             raise RunError(
@@ -136,7 +143,7 @@ class RunLoop:
             with _stop_requests(self.display.hint) as stop_requested:
                 if self._evaluation_is_due():
                     self._evaluate()
-                while not self._finished and not stop_requested():
+                while not self._finished and not any(gather_objects(stop_requested())):
                     self._step()
                 self.interrupted = not self._finished
                 every = self.evaluation.every
@@ -149,6 +156,7 @@ class RunLoop:
         if self.patience.best is not None:
             lines = {"best": self.patience.say(self.trainer.steps), **lines}
             if self.patience.best != self._saved:  # what the caller gets is the policy that is reported
+                gather_objects(None)  # it lies there
                 self.trainer.load_adapter(self.adapter, self.patience.best)
         self.display.finish(
             Summary(
@@ -190,7 +198,7 @@ class RunLoop:
         self._record(metrics)
         self.display.step(self.done, metrics)
         if samples:
-            write_samples(self.folder.samples(self.done), samples)
+            self._keep(samples, "step")
             if self.run.samples_every and (self.done == 1 or self.done % self.run.samples_every == 0):
                 self.display.samples(samples)
         save = bool(self.run.save_every) and self.done % self.run.save_every == 0
@@ -214,9 +222,13 @@ class RunLoop:
         self._record(metrics)
         self.display.evaluation(self.done, metrics)
         if samples:
-            write_samples(self.folder.samples(self.done, "eval"), samples)
+            self._keep(samples, "eval")
         if self.patience(self.done, metrics):
             self._save()
+
+    def _keep(self, samples: list[Sample], kind: str) -> None:
+        if is_first():
+            write_samples(self.folder.samples(self.done, kind), samples)
 
     def _record(self, metrics: Mapping[str, float]) -> None:
         self._log.log(self.done, metrics)
@@ -228,14 +240,15 @@ class RunLoop:
         state = state or self.trainer.state()
         if self.patience.limit is not None:
             state = state | {"patience": self.patience.state()}
-        save_checkpoint(
-            self.folder.path,
-            self.done,
-            adapter_writer=self.trainer.save_adapter,
-            state=state,
-            keep=self.run.keep,
-            best=self.patience.best,
-        )
+        if is_first():
+            save_checkpoint(
+                self.folder.path,
+                self.done,
+                adapter_writer=self.trainer.save_adapter,
+                state=state,
+                keep=self.run.keep,
+                best=self.patience.best,
+            )
         self._saved = self.done
 
 

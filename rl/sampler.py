@@ -22,7 +22,9 @@ from covey.rewards.runner import Scorer
 from covey.rl.checkpoint import find_adapter, find_model
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.data import Cursor, Row
+from covey.rl.distributed import world_size
 from covey.rl.engines import make_engine
+from covey.rl.grpo import gather_groups, sample_share
 from covey.rl.loop import Results
 from covey.rl.methods import full_warnings
 from covey.rl.metrics import sample_rows
@@ -57,6 +59,10 @@ class Sampler:
         check_vocabulary(self.tokenizer, self.route.vocab_size)
         self.eos = eos_ids(self.folder, self.tokenizer)
         self.device = torch.device(pick_device(config.model.device))
+        if world_size() > 1 and self.device.index is not None:
+            raise ModelError(
+                f"model.device: {self.device} would be that of every process. Leave the number out: each takes its own"
+            )
         self.warnings: list[str] = []
         if model.method == "full":
             self.warnings += full_warnings(config)
@@ -131,8 +137,8 @@ class Sampler:
 
     def scored(self, prompts: Sequence[Prompt], scorer: Scorer, sampling: Sampling) -> Results:
         """Metrics eval/reward and eval/NAME of one completion per prompt."""
-        groups = self.rollouts.generate(prompts, 1, sampling)
-        scores = scorer(groups)
+        groups = sample_share(self.rollouts, prompts, 1, sampling)
+        groups, scores = gather_groups(groups, scorer(groups))
         rows = sample_rows(groups, scores.total, scores.per_function, 0 * scores.total)
         known = [row.reward for row in rows if row.reward == row.reward]
         reward = sum(known) / len(known) if known else float("nan")
@@ -168,7 +174,8 @@ class Sampler:
 
     @property
     def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return name if world_size() == 1 else f"{name}, {world_size()} processes"
 
     def info(self, **facts: Any) -> dict[str, Any]:
         """The part of RunInfo that both algorithms fill alike."""

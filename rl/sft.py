@@ -14,7 +14,7 @@ from covey.policies.policy import Policy
 from covey.rl.batch import Document, pack_documents, split, to_device
 from covey.rl.config import SftConfig
 from covey.rl.data import Row
-from covey.rl.distributed import sum_gradients
+from covey.rl.distributed import share, sum_gradients, sum_over_ranks
 from covey.rl.objectives import sft_loss
 from covey.rl.optimizer import FlatAdamW
 from covey.rl.sources import DataError
@@ -34,9 +34,9 @@ class SftMachine:
 def sft_step(
     machine: SftMachine, documents: Sequence[Document], config: SftConfig, step: int, total: int
 ) -> Measured:
-    """One optimiser step (counted from 0, of `total`) on these documents."""
+    """One optimiser step (counted from 0, of `total`) on these documents, of which every rank takes its share."""
     clock = Clock(machine.device)
-    batch = pack_documents(documents)
+    batch = pack_documents(share(documents))
     stats = Stats()
     for part in split(batch, config.optim.tokens_per_pass):
         moved = to_device(part, machine.device)
@@ -48,8 +48,8 @@ def sft_step(
     machine.optimizer.zero_grad()
     clock.lap("train")
     metrics["sft/nll"] = metrics["loss/total"] = metrics.pop("loss/sft")
-    metrics["tokens/computed"] = len(batch.input_ids)
-    metrics["train/tokens_per_s"] = len(batch.input_ids) / max(clock.seconds["train"], 1e-9)
+    metrics["tokens/computed"] = computed = sum_over_ranks([len(batch.input_ids)])
+    metrics["train/tokens_per_s"] = computed / max(clock.seconds["train"], 1e-9)
     return metrics | clock.metrics()
 
 
@@ -86,7 +86,7 @@ def document_nll(
     """Mean negative log-likelihood over the trained tokens of all documents, without gradient."""
     total = 0.0
     with torch.no_grad():
-        for part in split(pack_documents(documents), tokens_per_pass):
+        for part in split(pack_documents(share(documents)), tokens_per_pass):
             moved = to_device(part, device)
             total -= float((policy.logprobs(moved).logp * moved.weight).sum())
-    return total
+    return sum_over_ranks([total])

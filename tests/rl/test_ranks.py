@@ -1,0 +1,174 @@
+"""Runs of several processes do what the same run does in one: every number, and every weight on every rank."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+NAMES = ("grpo", "kl", "supply", "short", "sft", "full", "dpo", "longer")
+VARYING = ("time/", "memory/", "rollout/tokens_per_s", "train/tokens_per_s")
+# Sums over tokens in another order, in float64, after as many updates; AdamW divides by the root of small squares.
+NEAR = 1e-7
+
+
+def ranks_environment(world: int) -> list[dict[str, str]]:
+    """What torchrun gives its processes."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    both = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    both |= {
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONSAFEPATH": "1",
+    }
+    return [os.environ | both | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def runs_of(world: int, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of the runs of so many processes, and what each of them has seen."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, HERE / "ranks_run.py", folder / "runs", folder / f"{rank}.json"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, environment in enumerate(ranks_environment(world))
+    ]  # fmt: skip
+    for process in processes:
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+    return folder / "runs", [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder, [seen] = runs_of(1, tmp_path_factory.mktemp("alone"))
+    return folder, seen
+
+
+def check_metrics(name: str, rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(rows) == len(expected) > 1
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for key in (key for key in row if not key.startswith(VARYING)):
+            near = pytest.approx(other[key], rel=NEAR, abs=NEAR, nan_ok=True)
+            assert row[key] == near, (name, row["step"], key)
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def samples_of(folder: Path, name: str) -> list[tuple[int, str]]:
+    rows = parquet.read_table(folder / name / "samples/step-000002.parquet").to_pylist()
+    return [(row["row"], row["completion"]) for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_processes_do_what_one_does(world: int, alone: Any, tmp_path: Path) -> None:
+    """Three have unequal shares, and none of what is little."""
+    folder, everyone = runs_of(world, tmp_path)
+    where, expected = alone
+    assert [mine["first"] for mine in everyone] == [True] + [False] * (world - 1)
+    for name in NAMES:
+        for mine in everyone:
+            assert mine["world"] == world
+            check_metrics(name, mine["metrics"][name], expected["metrics"][name])
+            assert mine["weights"][name] == everyone[0]["weights"][name]  # bit by bit
+        for key, matrix in everyone[0]["weights"][name].items():
+            difference = torch.tensor(matrix) - torch.tensor(expected["weights"][name][key])
+            assert difference.abs().max() < 1e-6, (name, key)
+    assert files_of(folder) == files_of(where)  # the first one has written them, and once
+    for name in ("grpo", "supply"):
+        assert samples_of(folder, name) == samples_of(where, name) != []
+
+
+def test_the_run_that_replaces_groups_does_so(alone: Any) -> None:
+    """Or the run named supply would show nothing."""
+    rows = alone[1]["metrics"]["supply"]
+    assert any(row.get("groups/sampled", 0) > 4 for row in rows)
+    assert any(0 < row.get("groups/no_spread", 0) < 1 for row in rows)
+
+
+RECIPE = """
+model: {{path: tiny, method: lora, device: cpu}}
+data: {{train: "task:addition"}}
+rewards: [{{use: "{reward}"}}]
+rollout: {{prompts_per_step: 4, group_size: 2, max_new_tokens: 4}}
+optim: {{steps: {steps}, lr: 1e-3}}
+run: {{name: cli, dir: {folder}, threads: 1, save_every: 0}}
+"""
+
+
+def torchrun(folder: Path, steps: int, reward: str = "first_number") -> "subprocess.Popen[str]":
+    (folder / "recipe.yaml").write_text(RECIPE.format(steps=steps, folder=folder, reward=reward))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*command, "-m", "covey", "grpo", str(folder / "recipe.yaml")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_torchrun_starts_the_command_line(tmp_path: Path) -> None:
+    process = torchrun(tmp_path, 2)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert out.count("2 of 2 steps") == 1 and "2 processes" in out
+    assert sorted(path.name for path in (tmp_path / "cli/checkpoints").iterdir()) == ["step-000002"]
+
+
+def test_one_signal_stops_all_after_the_step(tmp_path: Path) -> None:
+    process, metrics = torchrun(tmp_path, 1000), tmp_path / "cli/metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") > 1):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    children = [
+        int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
+    os.kill(children[-1], signal.SIGINT)  # one of the two, whichever
+    process.communicate(timeout=120)
+    steps = metrics.read_text().count("\n")
+    assert steps < 1000 and (tmp_path / f"cli/checkpoints/step-{steps:06d}").is_dir()
+
+
+def test_a_mistake_on_one_rank_ends_all_and_keeps_the_steps_before(tmp_path: Path) -> None:
+    metrics = tmp_path / "cli/metrics.jsonl"
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom pathlib import Path\n\n\ndef score(completion):\n"
+        f"    steps = Path({str(metrics)!r}).read_text().count('\\n')\n"
+        "    if steps >= 2 and os.environ['RANK'] == '1':\n        raise ValueError('not this one')\n"
+        "    return len(set(completion))\n"
+    )
+    process = torchrun(tmp_path, 1000, f"{tmp_path / 'mine.py'}:score")
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 1 and "not this one" in err
+    steps = metrics.read_text().count("\n")
+    assert 2 <= steps <= 4 and (tmp_path / f"cli/checkpoints/step-{steps:06d}").is_dir()
+
+
+def test_a_numbered_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.policies.locate import ModelError
+    from covey.rl import sampler
+    from covey.rl.config import GrpoConfig
+
+    monkeypatch.setattr(sampler, "world_size", lambda: 2)
+    monkeypatch.setattr(sampler, "pick_device", lambda device: torch.device(device))
+    config = GrpoConfig.model_validate(
+        {"model": {"path": "tiny", "device": "cuda:0"}, "data": {"train": "task:addition"}}
+    )
+    with pytest.raises(ModelError, match=r"model.device: cuda:0 would be that of every process"):
+        sampler.Sampler(config)
