@@ -155,8 +155,8 @@ def _quantize(
     absmax = tl.max(tl.abs(w), 1)
     tl.store(absmax_ptr + block, absmax, mask=block * BLOCK < size)
     x = w * _reciprocal(absmax, HARDWARE)[:, None]
-    # How many midpoints between two codes are below, in float32 as bitsandbytes has them (four are exactly between two
-    # of those, and not rounded to even); none where all of a block is 0 and x is not a number.
+    # How many midpoints between two codes are below; none where all of a block is 0 and x is not a number. In float32
+    # as bitsandbytes has them: four are exactly between two float32, and there its literals are not rounded to even.
     q = (x > -0.84809643).to(tl.int32)
     q += (x > -0.6106329).to(tl.int32)
     q += (x > -0.45999527).to(tl.int32)

@@ -68,8 +68,9 @@ def grpo_step(
         machine.engine.sleep()
         clock.lap("rollout")
         scores = machine.scorer.gather([pending[index] for index in range(len(groups))])
+        groups, scores = gather_groups(groups, scores)
         clock.lap("reward")
-        return gather_groups(groups, scores)
+        return groups, scores
 
     groups, scores = sample(prompts)
     supplied: Measured = {}
