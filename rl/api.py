@@ -84,7 +84,8 @@ def grpo(
 
     config: a recipe file, a recipe's name ("quickstart"), a nested dict, or None for the defaults.
     rewards: functions (docs/rewards.md), built-in names or RewardSpecs, instead of those of the configuration.
-    data, eval_data: rows as a list of dicts or a `datasets.Dataset`, instead of data.train and data.eval.
+    data, eval_data: rows as a list of dicts, a `datasets.Dataset`, or a table of pandas, polars or
+    pyarrow, instead of data.train and data.eval.
     resume: "auto", a run's folder or a checkpoint's. plain: one line per step instead of a live display.
     overrides: sections as dicts, for example optim={"lr": 1e-5}.
     Raises ValueError for what the caller can mend, RunError (a RuntimeError) for what went wrong on the way.

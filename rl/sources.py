@@ -170,6 +170,26 @@ def _from_dataset(dataset: Any, name: str) -> list[Raw]:
     return [(f"{name} row {number}", ArrowRow(row)) for number, row in enumerate(dataset.with_format(None))]
 
 
+def _as_rows(source: Any) -> Any:
+    """A data frame of pandas or polars, or a table of pyarrow, as a data set; anything else as it is."""
+    name = f"{type(source).__module__.partition('.')[0]}.{type(source).__name__}"
+    if name not in ("pandas.DataFrame", "polars.DataFrame", "pyarrow.Table"):
+        return source
+    import datasets
+
+    try:
+        if name == "pandas.DataFrame":
+            return datasets.Dataset.from_pandas(source, preserve_index=False)
+        return (
+            datasets.Dataset.from_polars(source) if name == "polars.DataFrame" else datasets.Dataset(source)
+        )
+    except (ValueError, TypeError) as error:  # a column of several kinds, such as numbers and text
+        said = " ".join(str(error).split())
+        raise DataError(
+            f"a {name} with a column that Arrow cannot hold ({said}). Give a list of dicts."
+        ) from error
+
+
 def _pick_split(splits: Mapping[str, Any], source: str, key: str, held_out: bool, write: str) -> str:
     wanted = ("test", "validation", "dev") if held_out else ("train",)
     for split in wanted:
@@ -236,6 +256,7 @@ def read_source(source: Any, key: str, held_out: bool, *, skip: bool = False, se
         )
     if isinstance(source, str | Path):
         return _read_named(str(source), key, held_out, skip)
+    source = _as_rows(source)
     if hasattr(source, "with_format") or hasattr(source, "column_names"):
         rows = _from_dataset(source, "data set")
         return Found(f"{len(rows)} rows given in Python", rows)
@@ -274,6 +295,7 @@ def open_stream(source: Any, key: str) -> tuple[str, Callable[[], Iterator[Raw |
     source: a file, folder, glob or hub id, or any object in Python that can be iterated more than once.
     """
     if not isinstance(source, str | Path):
+        source = _as_rows(source)
         if iter(source) is source:
             raise DataError(
                 f"{key}: an iterator ends after one epoch. Give what it was made from, or a list."

@@ -1,6 +1,7 @@
 import functools
 import json
 from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,26 @@ def test_json_parquet_and_datasets_give_the_same_columns(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
     for source in (tmp_path / "t.json", str(tmp_path / "t.parquet"), datasets.Dataset.from_list(rows), rows):
         assert [row.columns for row in load_rows(source, SECTION)] == rows
+
+
+def test_tables_are_rows():
+    """Whatever the index of a data frame says; what is missing is null."""
+    import pandas
+    import pyarrow
+
+    rows = [{"prompt": "p", "answer": 7, "more": None}, {"prompt": "q", "answer": 8, "more": "x"}]
+    frame = pandas.DataFrame(rows, index=[5, 3])
+    for source in (frame, pyarrow.Table.from_pylist(rows)):
+        assert [row.columns for row in load_rows(source, SECTION)] == rows
+        _, read = open_stream(source, "data")
+        streamed: list[Any] = [*read(), *read()]
+        assert [dict(row) for _, row in streamed] == [*rows, *rows]
+    with pytest.raises(
+        DataError, match=r"a pandas.DataFrame with a column that Arrow cannot .*a list of dicts"
+    ):
+        load_rows(pandas.DataFrame({"prompt": ["p", 3]}), SECTION)
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(frame[:0], SECTION)
 
 
 @pytest.mark.parametrize(
