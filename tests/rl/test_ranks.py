@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as parquet
 import pytest
 import torch
@@ -136,10 +137,9 @@ def test_one_signal_stops_all_after_the_step(tmp_path: Path) -> None:
     while not (metrics.exists() and metrics.read_text().count("\n") > 1):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.2)
-    children = [
-        int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ]
-    os.kill(children[-1], signal.SIGINT)  # one of the two, whichever
+    ranks = [child for child in psutil.Process(process.pid).children() if "covey" in child.cmdline()]
+    assert len(ranks) == 2
+    ranks[1].send_signal(signal.SIGINT)
     process.communicate(timeout=120)
     steps = metrics.read_text().count("\n")
     assert steps < 1000 and (tmp_path / f"cli/checkpoints/step-{steps:06d}").is_dir()
