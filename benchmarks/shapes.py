@@ -97,4 +97,5 @@ def _write_weights(config, folder: Path) -> None:
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = {"metadata": {}, "weight_map": weight_map}  # transformers wants both
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -200,8 +200,8 @@ def open_vllm(
             raise VllmError(
                 f"model.device {device}: vLLM takes the first GPU it sees; choose with CUDA_VISIBLE_DEVICES"
             )
-        most = (SHARE if share is None else share) * max(0, available(device) - reserve)
         torch.cuda.empty_cache()
+        most = (SHARE if share is None else share) * max(0, available(device) - reserve)
         need = None
         if share is None and token_bytes is not None and not SETTINGS & arguments.keys():
             need = needed(arguments, read_sizes(causal_config(serving.folder)), token_bytes)
@@ -210,19 +210,27 @@ def open_vllm(
         arguments |= vllm_versions.transfer_arguments()
     log.info("starting vLLM %s with %s weights; this takes about a minute", vllm.__version__, serving.base)
     start = time.monotonic()
-    nf4 = serving.base == "nf4"
-    rounding = vllm_versions.rounded_before_quantised(getattr(torch, serving.dtype)) if nf4 else nullcontext()
+    # Not under a name here: some modules keep the frames that they were imported from, and all that had a name there.
+    engine = VllmEngine(
+        _start(vllm, arguments, serving, device), decode, eos_ids, adapter=adapter, max_length=serving.max_length,
+        device=device,
+    )  # fmt: skip
+    log.info("vLLM is there after %.0f s", time.monotonic() - start)
+    _open = weakref.ref(engine)
+    if serving.rank is None:
+        vllm_versions.connect(engine.llm)
+    return engine
+
+
+def _start(vllm: Any, arguments: Mapping[str, Any], serving: Serving, device: torch.device) -> Any:
+    rounding = nullcontext()
+    if serving.base == "nf4":
+        rounding = vllm_versions.rounded_before_quantised(getattr(torch, serving.dtype), device)
     with _kept_random_state(), rounding:
         try:
-            llm = vllm.LLM(**arguments, use_tqdm_on_load=False)
+            return vllm.LLM(**arguments, use_tqdm_on_load=False)
         except (ValueError, RuntimeError, TypeError, AssertionError) as error:
             raise VllmError(f"vLLM {vllm.__version__} does not start with this model: {error}") from error
-    if serving.rank is None:
-        vllm_versions.connect(llm)
-    log.info("vLLM is there after %.0f s", time.monotonic() - start)
-    engine = VllmEngine(llm, decode, eos_ids, adapter=adapter, max_length=serving.max_length, device=device)
-    _open = weakref.ref(engine)
-    return engine
 
 
 @contextmanager

@@ -224,12 +224,14 @@ def _is_installed(package: str) -> bool:
 
 
 @contextmanager
-def rounded_before_quantised(dtype: torch.dtype) -> Iterator[None]:
+def rounded_before_quantised(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """While entered, bitsandbytes rounds what it quantises to `dtype` first, as the trainer does. vLLM quantises what
     lies in the file, and of a model in float32 (any GGUF file) the same bits do not come out: 0.1 nats for SmolLM2."""
     from bitsandbytes import functional
 
     plain = functional.quantize_4bit
+    # With its first scales it makes a table that it keeps: in vLLM's memory, which sleeps and ends, if vLLM were first.
+    functional.quantize_blockwise(torch.zeros(256, device=device))
     functional.quantize_4bit = lambda weight, *args, **settings: plain(weight.to(dtype), *args, **settings)
     try:
         yield
@@ -369,3 +371,20 @@ def shut_down(llm: Any) -> None:
     if llm.llm_engine.is_sleeping():  # memory that is not there cannot be freed
         llm.wake_up(tags=["weights", "kv_cache"])
     llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine = None  # whoever still holds the llm holds no memory
+    _forget()
+
+
+def _forget() -> None:
+    """What vLLM keeps for the life of the process and a next one cannot start with: the memory pool of its CUDA graphs,
+    which torch takes away with the last of them; what it knows of layers whose weights were replaced, and with it the
+    layers; and tables of where adapters lie, with tensors in them, and strides that would be wrong for others there."""
+    if (platforms := sys.modules.get("vllm.platforms")) is not None:
+        type(platforms.current_platform)._global_graph_pool = None
+    if (layerwise := sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")) is not None:
+        layerwise.LAYERWISE_INFO.clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.lora.ops."):
+            for variable, table in vars(module).items():
+                if variable.endswith("_PTR_DICT"):
+                    table.clear()

@@ -45,6 +45,33 @@ def test_covey_and_transformers_do_the_same_work(tmp_path: Path) -> None:
     assert "!" not in done.stdout  # the mark of what does not agree
 
 
+@pytest.mark.slow
+def test_more_processes_do_the_same_work(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.ranks",
+        "--shape",
+        "tiny",
+        "--method",
+        "lora",
+        "--root",
+        tmp_path,
+    ]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, "--work", "grpo:2x3x8", "--steps", "3"],
+        cwd=ROOT, env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    head, *rows = [line.split() for line in done.stdout.splitlines()]
+    one, two = (dict(zip(head, row, strict=True)) for row in rows)
+    assert (one["processes"], two["processes"]) == ("1", "2") and float(one["grad"]) > 0.01
+    for name in ("loss", "grad", "reward"):
+        assert float(one[name]) == pytest.approx(float(two[name]), rel=1e-3, abs=1e-6), name
+
+
 def test_lengths_of_packed_documents_are_log_normal() -> None:
     from benchmarks.packed import packed_documents
 

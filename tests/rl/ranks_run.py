@@ -1,6 +1,6 @@
-"""Runs of which every number is compared between one process and several: python ranks_run.py FOLDER RESULT.
+"""Runs of which every number is compared between one process and several: python ranks_run.py FOLDER RESULT DEVICE.
 
-In float64, which recipes do not offer, so that another order of sums shows in the last digits only.
+On a CPU in float64, which recipes do not offer, so that another order of sums shows in the last digits only.
 """
 
 import json
@@ -19,7 +19,7 @@ WORDS = ("one", "two", "three", "four", "five", "six", "seven")
 GRPO_ROWS = [{"prompt": f"{word}:"} for word in WORDS]
 SFT_ROWS = [{"prompt": f"{word}:", "completion": f" {i} and {i}"} for i, word in enumerate(WORDS)]
 DPO_ROWS = [{"prompt": f"{a}:", "chosen": 2 * a, "rejected": f"{a}!"} for a in "abcdefg"]
-MODEL = {"path": "tiny", "method": "lora", "device": "cpu"}
+MODEL = {"path": "tiny", "method": "lora", "dtype": "float32", "device": "cpu"}
 RUN = {"threads": 1, "samples_every": 0, "save_every": 2, "keep": 100}
 
 
@@ -77,7 +77,9 @@ def all_runs(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    load.pick_dtype = open_.pick_dtype = lambda *given: torch.float64
+    MODEL["device"] = sys.argv[3]
+    if MODEL["device"] == "cpu":
+        load.pick_dtype = open_.pick_dtype = lambda *given: torch.float64
     runs = all_runs(folder)
     weights = {name: {k: w.tolist() for k, w in run.policy.weights().items()} for name, run in runs.items()}
     metrics = {name: list(run.metrics) for name, run in runs.items()}

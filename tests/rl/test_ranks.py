@@ -37,11 +37,11 @@ def ranks_environment(world: int) -> list[dict[str, str]]:
     return [os.environ | both | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
-def runs_of(world: int, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+def runs_of(world: int, folder: Path, device: str = "cpu") -> tuple[Path, list[dict[str, Any]]]:
     """The folder of the runs of so many processes, and what each of them has seen."""
     processes = [
         subprocess.Popen(
-            [sys.executable, HERE / "ranks_run.py", folder / "runs", folder / f"{rank}.json"],
+            [sys.executable, HERE / "ranks_run.py", folder / "runs", folder / f"{rank}.json", device],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank, environment in enumerate(ranks_environment(world))
@@ -94,6 +94,23 @@ def test_several_processes_do_what_one_does(world: int, alone: Any, tmp_path: Pa
     assert files_of(folder) == files_of(where)  # the first one has written them, and once
     for name in ("grpo", "supply"):
         assert samples_of(folder, name) == samples_of(where, name) != []
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_do_what_one_does(tmp_path: Path) -> None:
+    """Through NCCL, in float32: the first step is that of one GPU, and the ranks stay bit by bit the same."""
+    _, [alone] = runs_of(1, tmp_path / "alone", "cuda")
+    _, everyone = runs_of(2, tmp_path / "both", "cuda")
+    for name in NAMES:
+        assert everyone[0]["weights"][name] == everyone[1]["weights"][name]
+        first, expected = (
+            next(row for row in runs["metrics"][name] if "grad/norm" in row) for runs in (everyone[0], alone)
+        )
+        assert first.keys() == expected.keys()
+        for key in (key for key in first if not key.startswith(VARYING)):
+            assert first[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5, nan_ok=True), (name, key)
 
 
 def test_the_run_that_replaces_groups_does_so(alone: Any) -> None:

@@ -414,6 +414,9 @@ def test_one_that_sleeps_is_woken_before_it_ends(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("vllm")
 def test_one_that_is_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_local, "short_of_memory", lambda device: True)
+    kernels: Any = types.ModuleType("vllm.lora.ops.kernels")
+    kernels._LORA_A_PTR_DICT, kernels.OTHER = {(1,): (torch.zeros(1), 8)}, {1: 2}
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     engine = open_vllm(serving(), spelled, [0], adapter=ADAPTER, device=CPU)
     engine.update({B: torch.full((64, 1), 6 / 64)}, 1)
     next_tokens(engine)
@@ -421,6 +424,7 @@ def test_one_that_is_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     log = engine.llm.log
     del engine
     assert log[-3:] == [("sleep", 1), ("wake", "weights", "kv_cache"), ("shutdown",)]
+    assert (kernels._LORA_A_PTR_DICT, kernels.OTHER) == ({}, {1: 2})
 
 
 def test_four_bits_are_made_of_what_the_trainer_makes_them_of(vllm: types.ModuleType) -> None:

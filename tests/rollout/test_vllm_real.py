@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -78,6 +79,13 @@ def check_updates_of_all_weights(engine: RolloutEngine, policy: Any) -> None:
         assert {c.version for group in groups for c in group.completions} == {version}
         assert largest_difference(policy, groups, sampling) < BOUND
     check_sampler(engine, policy, prompts_of(LONG, (8,)), sampling, bound=None, tokens_per_pass=500)
+
+
+def close_and_count(engine: VllmEngine) -> tuple[int, int]:
+    """Layers of its model, and those of them that outlive it."""
+    [layers] = engine.llm.apply_model(lambda model: [weakref.ref(layer) for layer in model.modules()])
+    engine.close()
+    return len(layers), sum(layer() is not None for layer in layers)
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +306,8 @@ def test_the_scripted_adapters_and_temperatures(table_lm: Callable[..., Path], t
         expected = (table[20].double() / temperature).log_softmax(-1)
         for c in group.completions:
             assert c.logprobs[0] == pytest.approx(float(expected[c.ids[0]]), abs=1e-5)
+    layers, left = close_and_count(engine)
+    assert layers > 10 and left == 0
 
 
 def test_all_weights(llama: Path, text_of: Any) -> None:
@@ -310,6 +320,8 @@ def test_all_weights(llama: Path, text_of: Any) -> None:
     check_updates_of_all_weights(engine, policy)
     cache = engine.llm.llm_engine.vllm_config.cache_config
     assert cache.num_gpu_blocks * cache.block_size == (16 + 1) * 128  # a row of 120 tokens takes whole blocks
+    layers, left = close_and_count(engine)
+    assert layers > 20 and left == 0
 
 
 # Runs
