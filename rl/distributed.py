@@ -70,11 +70,29 @@ def from_first(make: Callable[[], Item]) -> Item:
     return items[0]  # type: ignore[return-value]
 
 
-def share(items: Sequence[Item]) -> list[Item]:
-    """This rank's part of what all ranks have: parts as equal as possible, in the order of the ranks."""
+def share(items: Sequence[Item], size: Callable[[Item], float] | None = None) -> list[Item]:
+    """This rank's part of what all ranks have, in the order that it has there.
+
+    The parts are one after the other and of equal number; with `size` they are of about equal sums of it.
+    """
     if world_size() == 1:
         return list(items)
-    return [items[i] for i in np.array_split(np.arange(len(items)), world_size())[dist.get_rank()]]
+    if size is None:
+        places = np.array_split(np.arange(len(items)), world_size())[dist.get_rank()].tolist()
+    else:
+        places = balanced([size(item) for item in items], world_size())[dist.get_rank()]
+    return [items[i] for i in places]
+
+
+def balanced(sizes: Sequence[float], count: int) -> list[list[int]]:
+    """Places of `sizes` in `count` parts of about equal sums: the largest first, each into the part that is smallest so
+    far (Graham 1969; no part is above 4/3 of what is possible)."""
+    parts, sums = [[] for _ in range(count)], [0.0] * count
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        least = sums.index(min(sums))
+        parts[least].append(place)
+        sums[least] += sizes[place]
+    return [sorted(part) for part in parts]
 
 
 def sum_over_ranks(values: Iterable[float]) -> float:

@@ -86,7 +86,8 @@ def pair_passes(
     policy: Policy, pairs: Sequence[Pair], tokens_per_pass: int, device: torch.device
 ) -> list[Batch]:
     """This rank's passes of a step, on the device, with the reference policy's log-probs."""
-    parts = split(pack_pairs(share(pairs)), tokens_per_pass, keep_families=True)
+    mine = share(pairs, size=lambda pair: sum(len(document.ids) for document in pair))
+    parts = split(pack_pairs(mine), tokens_per_pass, keep_families=True)
     return with_reference(policy, [to_device(part, device) for part in parts])
 
 

@@ -19,7 +19,7 @@ from covey.rl.advantages import compute_advantages, whiten
 from covey.rl.batch import pack, split, to_device, trained_tokens
 from covey.rl.config import GrpoConfig
 from covey.rl.curriculum import Supply
-from covey.rl.distributed import gather_objects, gather_rows, share, sum_gradients, sum_over_ranks
+from covey.rl.distributed import gather_objects, share, sum_gradients, sum_over_ranks
 from covey.rl.entropy import EntropyBonus, keep_top_entropy
 from covey.rl.kl import kl_value
 from covey.rl.metrics import Sample, sample_rows
@@ -77,9 +77,7 @@ def grpo_step(
     if supply is not None:
         groups, scores, supplied = supply.complete(groups, scores, sample, step)
 
-    mine = share(range(len(groups)))
-    advantage_PG, learned = learn(machine, [groups[p] for p in mine], scores.take(mine), config, step)
-    advantage_PG, _ = gather_rows(advantage_PG)
+    advantage_PG, learned = learn(machine, groups, scores, config, step)
     machine.engine.update(machine.policy.weights(), step + 1)
     clock.lap("train")
 
@@ -110,7 +108,7 @@ def gather_groups(groups: list[Group], scores: ScoreTable) -> tuple[list[Group],
 def learn(
     machine: GrpoMachine, groups: Sequence[Group], scores: ScoreTable, config: GrpoConfig, step: int
 ) -> tuple[np.ndarray, Measured]:
-    """All optimiser steps over one batch of rollouts, of which every rank has its share.
+    """All optimiser steps over one batch of rollouts, of which every rank trains on its share.
 
     Returns the advantages [P, G] and what was measured.
     """
@@ -142,12 +140,11 @@ def learn(
         updates.append(measured | machine.optimizer.step(first + index, total))
         machine.optimizer.zero_grad()
 
-    trained = int(advantages.trained_PG.sum())
     metrics = advantages.metrics | merge_updates(updates)
     metrics["tokens/computed"] = sum_over_ranks(
         len(part.input_ids) for parts in minibatches for part in parts
     )
-    computed, trained = sum_over_ranks([computed]), sum_over_ranks([trained])
+    computed, trained = sum_over_ranks([computed]), int(advantages.trained_PG.sum())
     metrics["tokens/skipped"] = 1.0 - computed / trained if trained else 0.0
     return advantages.rows_PG, metrics
 
@@ -195,8 +192,8 @@ def step_sampling(config: GrpoConfig, step: int) -> Sampling:
 class _Advantages:
     rows_PG: np.ndarray
     tokens: (
-        list[np.ndarray] | None
-    )  # of every row that is in the loss, where a row's tokens differ; else None
+        dict[int, np.ndarray] | None
+    )  # of every row p G + g in the loss, where its tokens differ; else None
     trained_PG: np.ndarray  # trained tokens of the rows in the loss
     metrics: Measured
 
@@ -214,20 +211,18 @@ def _advantages(
         for row, k in penalties.items():
             penalty_PG[row] = o.beta * k.sum()
         reward_PG = reward_PG - penalty_PG.reshape(reward_PG.shape)
-        counted = sum_over_ranks(len(k) for k in penalties.values())
-        metrics["kl/reference"] = sum_over_ranks(float(k.sum()) for k in penalties.values()) / max(1, counted)
-        metrics["reward/kl_penalty"] = float(gather_rows(penalty_PG)[0].mean())
+        counted = sum(map(len, penalties.values()))
+        metrics["kl/reference"] = sum(float(k.sum()) for k in penalties.values()) / max(1, counted)
+        metrics["reward/kl_penalty"] = float(penalty_PG.mean())
 
-    everywhere_PG, mine = gather_rows(reward_PG)
-    functions_PGK, _ = gather_rows(np.stack(list(scores.per_function.values()), axis=-1))
     rows_PG = compute_advantages(
-        everywhere_PG,
+        reward_PG,
         o.advantage,
         std=o.std or "unbiased",
-        lengths_PG=gather_rows(trained_PG)[0],
-        functions_KPG=np.moveaxis(functions_PGK, -1, 0),
+        lengths_PG=trained_PG,
+        functions_KPG=np.stack(list(scores.per_function.values())),
         weights_K=np.array([reward.weight for reward in machine.scorer.rewards]),
-    )[mine]
+    )
     tokens = None
     if o.kl_place == "reward" and o.advantage == "reinforce++":
         tokens = _token_returns(scores.total, penalties, o.beta)
@@ -237,28 +232,34 @@ def _advantages(
 def _kl_penalties(
     machine: GrpoMachine, groups: Sequence[Group], scores: ScoreTable, config: GrpoConfig
 ) -> dict[int, np.ndarray]:
-    """The KL estimator at every trained token of every row in the loss, by row, before the first update."""
-    ones_PG = np.ones(scores.total.shape)
-    batch = _pack(groups, ones_PG, ~np.isnan(scores.total), config, skip_zero=False)
-    found = {}
+    """The KL estimator at every trained token of every row in the loss, by row, before the first update.
+
+    Each rank computes those of its share.
+    """
+    mine = share(range(len(groups)))
+    ones_PG, scored_PG = np.ones((len(mine), scores.total.shape[1])), ~np.isnan(scores.total[mine])
+    batch = _pack([groups[p] for p in mine], ones_PG, scored_PG, config, skip_zero=False)
+    found: dict[int, np.ndarray] = {}
     for part in split(batch, config.optim.tokens_per_pass):
         (moved,) = with_old(machine.policy, [to_device(part, machine.device)])
         (moved,) = with_reference(machine.policy, [moved])
         assert moved.old is not None and moved.reference is not None
         k_M = kl_value(moved.old - moved.reference, config.objective.kl_estimator).double().cpu().numpy()
-        row_M = part.row.numpy()
+        row_M = _rows_of_step(part, mine, scores.total.shape[1])
         first = np.flatnonzero(np.diff(row_M, prepend=-1))
         found |= zip(row_M[first].tolist(), np.split(k_M, first[1:]), strict=True)
-    return dict(sorted(found.items()))
+    return dict(sorted((row, k) for rows in gather_objects(found) for row, k in rows.items()))
 
 
-def _token_returns(reward_PG: np.ndarray, penalties: dict[int, np.ndarray], beta: float) -> list[np.ndarray]:
-    """REINFORCE++: the reward minus the penalties from a token on, whitened over all tokens of all ranks."""
+def _token_returns(
+    reward_PG: np.ndarray, penalties: dict[int, np.ndarray], beta: float
+) -> dict[int, np.ndarray]:
+    """REINFORCE++: the reward minus the penalties from a token on, whitened over all tokens of the step."""
     reward = reward_PG.ravel()
     returns = [reward[row] - beta * np.cumsum(k[::-1])[::-1] for row, k in penalties.items()]
-    everywhere, mine = gather_rows(np.concatenate([np.zeros(0), *returns]))
-    white = whiten(everywhere, np.ones(len(everywhere)))[mine]
-    return np.split(white, np.cumsum([len(r) for r in returns])[:-1])
+    flat = np.concatenate([np.zeros(0), *returns])
+    white = np.split(whiten(flat, np.ones(len(flat))), np.cumsum([len(r) for r in returns])[:-1])
+    return dict(zip(penalties, white, strict=True)) if returns else {}
 
 
 def _minibatches(
@@ -268,23 +269,32 @@ def _minibatches(
     advantages: _Advantages,
     config: GrpoConfig,
 ) -> list[list[Batch]]:
-    """The passes of each optimiser step of an epoch: equal shares of the groups, each with its own denominator."""
-    o, scored_PG = config.objective, ~np.isnan(scores.total)
+    """The passes of each optimiser step of an epoch: equal parts of the groups, each with its own denominator, of which
+    this rank has its share."""
+    o, scored_PG, rows_PG = config.objective, ~np.isnan(scores.total), advantages.rows_PG
     skip_zero = (
         o.kl_place != "loss" and not o.has_entropy_term and o.top_entropy == 1 and not advantages.tokens
     )
-    minibatches, taken = [], 0
+    computed_PG = advantages.trained_PG * (rows_PG != 0) if skip_zero else advantages.trained_PG
+    prompts_P = np.array([len(group.prompt.ids) for group in groups])
+    work_P = computed_PG.sum(axis=1) + prompts_P * computed_PG.any(axis=1)
+    minibatches = []
     for places in np.array_split(np.arange(len(groups)), o.updates_per_rollout):
-        mine = [groups[p] for p in places]
-        batch = _pack(mine, advantages.rows_PG[places], scored_PG[places], config, skip_zero=skip_zero)
+        mine = share(places.tolist(), size=work_P.__getitem__)
+        batch = _pack([groups[p] for p in mine], rows_PG[mine], scored_PG[mine], config, skip_zero=skip_zero)
         if advantages.tokens is not None:
-            rows = len(np.unique(batch.row.numpy()))
-            values = np.concatenate([np.zeros(0), *advantages.tokens[taken : taken + rows]])
+            rows = np.unique(_rows_of_step(batch, mine, rows_PG.shape[1]))
+            values = np.concatenate([np.zeros(0), *(advantages.tokens[row] for row in rows.tolist())])
             batch = replace(batch, advantage=torch.from_numpy(values.astype(np.float32)))
-            taken += rows
         parts = split(batch, config.optim.tokens_per_pass)
         minibatches.append([to_device(part, machine.device) for part in parts])
     return minibatches
+
+
+def _rows_of_step(batch: Batch, mine: list[int], size: int) -> np.ndarray:
+    """batch.row, which counts the rows of these groups, as p G + g of all groups of the step."""
+    row_M = batch.row.numpy()
+    return np.array(mine, np.int64)[row_M // size] * size + row_M % size
 
 
 def _pack(

@@ -36,7 +36,7 @@ def sft_step(
 ) -> Measured:
     """One optimiser step (counted from 0, of `total`) on these documents, of which every rank takes its share."""
     clock = Clock(machine.device)
-    batch = pack_documents(share(documents))
+    batch = pack_documents(share(documents, size=tokens))
     stats = Stats()
     for part in split(batch, config.optim.tokens_per_pass):
         moved = to_device(part, machine.device)
@@ -51,6 +51,10 @@ def sft_step(
     metrics["tokens/computed"] = computed = sum_over_ranks([len(batch.input_ids)])
     metrics["train/tokens_per_s"] = computed / max(clock.seconds["train"], 1e-9)
     return metrics | clock.metrics()
+
+
+def tokens(document: Document) -> int:
+    return len(document.ids)
 
 
 def hold_out(rows: Sequence[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
@@ -86,7 +90,7 @@ def document_nll(
     """Mean negative log-likelihood over the trained tokens of all documents, without gradient."""
     total = 0.0
     with torch.no_grad():
-        for part in split(pack_documents(share(documents)), tokens_per_pass):
+        for part in split(pack_documents(share(documents, size=tokens)), tokens_per_pass):
             moved = to_device(part, device)
             total -= float((policy.logprobs(moved).logp * moved.weight).sum())
     return sum_over_ranks([total])

@@ -48,7 +48,7 @@ def test_no_token_budget_and_no_order_changes_a_gradient(case: str, tiny_llama: 
 
 @pytest.fixture(scope="module")
 def ranks(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two processes made of the cases, two prompts each."""
+    """What two processes made of the cases together."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
@@ -73,26 +73,14 @@ def ranks(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", sorted(set(CASES) - {"minibatches"}))
+@pytest.mark.parametrize("case", CASES)
 def test_two_processes_give_what_one_gives(case: str, ranks: list[dict[str, Any]], tiny_llama: Path) -> None:
-    """Advantages, denominators, quantiles, gradients and per-token metrics are those of the whole step."""
+    """Advantages, denominators, quantiles, gradients and metrics are those of the whole step."""
     one = run_case(tiny_llama, CASES[case])
     for rank in ranks:
         close(rank[case]["gradients"], one["gradients"])
-        for name, value in rank[case]["metrics"].items():
-            if not name.startswith(("tokens/computed", "tokens/skipped", "kl/reference", "reward/")):
-                assert value == pytest.approx(one["metrics"][name], rel=1e-9, abs=1e-12), name
-    both = np.concatenate([rank[case]["advantages"] for rank in ranks])
-    np.testing.assert_allclose(both, one["advantages"], rtol=0, atol=1e-14)
-
-
-def test_minibatches_of_two_processes_are_those_of_the_shares(
-    ranks: list[dict[str, Any]], tiny_llama: Path
-) -> None:
-    """Each rank halves its own prompts: an update holds the first (second) prompt of both."""
-    one = run_case(tiny_llama, CASES["minibatches"], order=[0, 2, 1, 3])
-    for rank in ranks:
-        close(rank["minibatches"]["gradients"], one["gradients"])
+        assert rank[case]["metrics"] == pytest.approx(one["metrics"], rel=1e-9, abs=1e-12)
+        np.testing.assert_allclose(rank[case]["advantages"], one["advantages"], rtol=0, atol=1e-14)
 
 
 # Several updates

@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow.parquet as parquet
 import pytest
 import torch
+
+from covey.rl.distributed import balanced
 
 HERE = Path(__file__).parent
 NAMES = ("grpo", "kl", "supply", "short", "sft", "full", "dpo", "longer")
@@ -189,3 +192,14 @@ def test_a_numbered_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ModelError, match=r"model.device: cuda:0 would be that of every process"):
         sampler.Sampler(config)
+
+
+def test_parts_are_of_about_equal_size() -> None:
+    assert balanced([1, 9, 2, 3, 3], 2) == [[1], [0, 2, 3, 4]]
+    assert balanced([7, 0, 7], 3) == [[0], [2], [1]]
+    assert balanced([5.0], 2) == [[0], []] and balanced([], 2) == [[], []]
+    sizes = np.random.default_rng(0).lognormal(size=64)
+    sums = [sizes[part].sum() for part in balanced(sizes.tolist(), 8)]
+    assert max(sums) < 1.1 * sizes.sum() / 8 and max(sizes) < sizes.sum() / 8
+    contiguous = [part.sum() for part in np.split(sizes, 8)]
+    assert max(contiguous) > 1.5 * sizes.sum() / 8

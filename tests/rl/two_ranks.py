@@ -1,6 +1,7 @@
-"""One optimiser step on a rank's share of some groups. Run as a script it is one rank of several (gloo, on CPUs)."""
+"""One step on some groups. Run as a script it is one rank of several (gloo, on CPUs)."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -93,17 +94,12 @@ def policy_in_float64(folder: Path) -> Any:
 
 
 def run_case(
-    folder: Path,
-    objective: dict[str, Any],
-    share: slice = slice(None),
-    tokens_per_pass: int = 1000,
-    order=None,
+    folder: Path, objective: dict[str, Any], tokens_per_pass: int = 1000, order: Sequence[int] = range(4)
 ) -> dict[str, Any]:
     """Gradients of every update, metrics and advantages of one step."""
     config, policy = configuration(objective, tokens_per_pass), policy_in_float64(folder)
     groups, functions = some_groups()
-    mine = list(range(len(groups)))[share] if order is None else order
-    functions = {name: table[mine] for name, table in functions.items()}
+    functions = {name: table[list(order)] for name, table in functions.items()}
     stacked = np.stack(list(functions.values()))
     weights = np.array([1.0, 0.5])
     total = np.where(np.isnan(stacked).all(0), NAN, np.nansum(stacked * weights[:, None, None], axis=0))
@@ -118,7 +114,7 @@ def run_case(
         torch.device("cpu"),
     )
     advantages, metrics = learn(
-        machine, [groups[p] for p in mine], ScoreTable(total, functions, []), config, step=0
+        machine, [groups[p] for p in order], ScoreTable(total, functions, []), config, step=0
     )
     return {"gradients": recorder.gradients, "metrics": metrics, "advantages": advantages}
 
@@ -129,9 +125,7 @@ def main() -> None:
     rank, world, meeting, folder, out = sys.argv[1:]
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(world))
     torch.set_num_threads(1)
-    size = 4 // int(world)
-    share = slice(int(rank) * size, (int(rank) + 1) * size)
-    torch.save({name: run_case(Path(folder), case, share) for name, case in CASES.items()}, out)
+    torch.save({name: run_case(Path(folder), case) for name, case in CASES.items()}, out)
     dist.destroy_process_group()
 
 
