@@ -19,6 +19,8 @@ from covey.rl.doctor import HELP as DOCTOR_HELP
 from covey.rl.doctor import doctor
 from covey.rl.export.cli import HELP as EXPORT_HELP
 from covey.rl.export.cli import export
+from covey.rl.report.cli import HELP as REPORT_HELP
+from covey.rl.report.cli import report
 from covey.rl.rewards_cli import app as rewards
 from covey.rl.rollout_server import HELP as SERVER_HELP
 from covey.rl.rollout_server import rollout_server
@@ -200,6 +202,7 @@ def dpo(
 app.add_typer(rewards, name="rewards")
 app.command(help=DOCTOR_HELP, short_help="Say how a model is trained, and in how much memory.")(doctor)
 app.command(help=EXPORT_HELP, short_help="Write a trained model for transformers, vLLM or llama.cpp.")(export)
+app.command(help=REPORT_HELP, short_help="Write a run as one HTML file.")(report)
 app.command(help=CHAT_HELP, short_help="Talk to a model in the terminal.")(chat)
 app.command(help=SERVE_HELP, short_help="Serve a model over HTTP as OpenAI does.")(serve)
 app.command("rollout-server", help=SERVER_HELP, short_help="Start a vLLM server to sample from.")(

@@ -14,6 +14,7 @@ from covey.rl.config import EvalSection, RunSection, SftEvalSection
 from covey.rl.display import Display, Summary
 from covey.rl.distributed import from_first, gather_objects, is_first
 from covey.rl.metrics import JsonlLogger, Logger, Metrics, Sample, write_samples
+from covey.rl.report.page import write_report
 from covey.rl.run_folder import RunFolder
 
 Results = tuple[dict[str, float], list[Sample]]
@@ -153,6 +154,8 @@ class RunLoop:
         finally:
             self._log.close()
         lines = {self.adapter.name: str(self.adapter), "metrics": str(self.folder.metrics)}
+        if is_first() and len(self.metrics):
+            lines["report"] = self._report()
         if self.patience.best is not None:
             lines = {"best": self.patience.say(self.trainer.steps), **lines}
             if self.patience.best != self._saved:  # what the caller gets is the policy that is reported
@@ -165,6 +168,14 @@ class RunLoop:
                 lines=lines,
             )
         )
+
+    def _report(self) -> str:
+        """Where the page is. A run that is done does not fail for want of one."""
+        try:
+            write_report([self.folder.path], self.folder.report)
+        except Exception as error:
+            return f"none ({type(error).__name__}: {error}); covey report {self.folder.path} tries again"
+        return str(self.folder.report)
 
     @property
     def adapter(self) -> Path:

@@ -6,6 +6,7 @@ runs/NAME/
     metrics.jsonl       one line a step (rl/metrics.py)
     samples/            step-000123.parquet, every completion of a step (rl/metrics.py)
     checkpoints/        step-000100/ (rl/checkpoint.py)
+    report.html         curves, completions and costs on one page (rl/report/)
 """
 
 import json
@@ -47,6 +48,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:

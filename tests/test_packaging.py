@@ -49,7 +49,7 @@ def test_a_wheel_holds_every_module_and_recipe(wheel_names: list[str]) -> None:
     real = {
         f"covey/{path.relative_to(ROOT)}"
         for room in ROOMS
-        for pattern in ("*.py", "*.yaml")
+        for pattern in ("*.py", "*.yaml", "*.html")
         for path in (ROOT / room).rglob(pattern)
     }
     real |= {"covey/__init__.py", "covey/__main__.py", "covey/py.typed"}
