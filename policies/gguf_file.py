@@ -42,6 +42,8 @@ def write_converted(file: Path, folder: Path) -> None:
     plain.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
+    # Of the processes of a run transformers lets the first one write, and the others return as if they had.
+    plain.should_save_on_this_rank = lambda is_main_process: True
     plain.save_pretrained(folder)
 
 

@@ -1,6 +1,7 @@
 """From a checkpoint to a policy: weights are read one at a time and quantised on the way in."""
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -231,7 +232,9 @@ def free_memory(device: torch.device) -> int:
         return max(0, min(free, int(share) - torch.cuda.memory_reserved(device)))
     import psutil
 
-    return psutil.virtual_memory().available
+    # torchrun says how many processes of the run are on this machine.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return psutil.virtual_memory().available // here
 
 
 def _plan_memory(

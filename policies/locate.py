@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ def convert_gguf(file: Path) -> Path:
 
         try:
             write_converted(file, folder)
+            _checked(folder)
         except Exception as error:  # readers of damaged or unknown files raise many kinds
             if isinstance(error, OSError) and error.errno is not None:  # but this is the disk's
                 raise
@@ -145,29 +147,55 @@ def convert_gguf(file: Path) -> Path:
 
 
 def _made_once(name: str, write: Callable[[Path], None], doing: str) -> Path:
-    """The folder `name` of the cache, written under a temporary name and renamed when it is complete."""
+    """The folder `name` of the cache, written under a temporary name and renamed when it is complete.
+
+    Of several processes that want it one writes, and the others wait. A lock ends with the process that holds it.
+    """
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
-    log.info("%s -> %s", doing, folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=".unfinished", dir=folder.parent))
-        try:
-            write(unfinished)
-            unfinished.chmod(0o755)
-            try:
-                unfinished.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # if it is one, another process was faster and wrote the same
-                    raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with _only_one(folder):
+            if not folder.is_dir():
+                log.info("%s -> %s", doing, folder)
+                _write_whole(folder, write)
     except OSError as error:
         raise ModelError(
             f"cannot write {folder} ({error}); set COVEY_CACHE to a folder that is writable and has room"
         ) from error
     return folder
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        log.info("waiting for another process, which makes %s", folder)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".unfinished", dir=folder.parent))
+    try:
+        write(unfinished)
+        unfinished.chmod(0o755)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            # There are file systems without locks between machines: another one was faster and wrote the same.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _downloaded(hub_id: str) -> Path:

@@ -27,7 +27,7 @@ import cloudpickle
 
 from covey.rewards.calls import Row, call_arguments
 from covey.rewards.find import RewardError
-from covey.rewards.pool import CallTimeout, CannotLoad, Pool, ProcessLost
+from covey.rewards.pool import CallTimeout, CannotLoad, Pool, ProcessLost, pools_here
 from covey.rewards.pool_child import Call, Failure, Load, Reply, describe_failure
 from covey.rewards.reward import Reward
 from covey.rewards.scores import Score, read_scores
@@ -323,7 +323,7 @@ def _users_loop() -> asyncio.AbstractEventLoop:
 @functools.cache
 def pool() -> Pool:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Pool(max(2, min(MAX_PROCESSES, cores)))
+    return Pool(max(2, min(MAX_PROCESSES, cores // pools_here())))
 
 
 @functools.cache

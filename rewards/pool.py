@@ -45,6 +45,11 @@ class CannotLoad(Exception):
     """A process could not load the function; the message says why."""
 
 
+def pools_here() -> int:
+    """On this machine: torchrun says how many processes of the run are there, and each has its own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 class Pool:
     """At most `size` processes. They start when they are needed."""
 
@@ -52,7 +57,7 @@ class Pool:
         self._free = asyncio.Semaphore(size)
         self._idle: list[_Process] = []
         self._unloadable: dict[int, str] = {}  # keys of functions, and why
-        self._most_bytes = max(2 * 2**30, psutil.virtual_memory().total // (2 * size))
+        self._most_bytes = max(2 * 2**30, psutil.virtual_memory().total // (2 * size * pools_here()))
 
     async def call(
         self,

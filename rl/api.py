@@ -19,7 +19,7 @@ from covey.rewards.reward import RewardSpec
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
 from covey.rl.config_file import Source, dump_config, load_config
 from covey.rl.display import Display
-from covey.rl.distributed import from_first, is_first, join_ranks, world_size
+from covey.rl.distributed import check_same, from_first, gather_objects, is_first, join_ranks, world_size
 from covey.rl.export.export import export
 from covey.rl.loop import RunLoop
 from covey.rl.metrics import Metrics
@@ -156,6 +156,8 @@ def _launch(
     named = [RewardSpec(**dict(r)) for r in config.rewards]
     with seldom_collected():
         trainer = kind(config, given or named, data, eval_data)
+    if world_size() > 1:
+        check_same(trainer.sketch(), "rows")
     text = dump_config(config) + "".join(f"# reward given in Python: {_describe(s)}\n" for s in given)
     folder = from_first(
         lambda: RunFolder.create(
@@ -176,6 +178,7 @@ def _launch(
         for warning in trainer.warnings:
             display.hint(warning)
         loop()
+    gather_objects(None)  # the first rank has saved what the others may read next
     return Run(trainer, loop)
 
 

@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run failed, 2 something the user wrote is wrong, 130 i
 """
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -246,8 +247,13 @@ def _run(
         except KeyboardInterrupt:
             resumable = "auto"
     if resumable is not None:
-        words = ["covey", command, recipe, *(overrides or []), *(["--name", name] if name else [])]
-        typer.echo(f"interrupted. Go on with: {shlex.join([*words, '--resume', resumable])}", err=True)
+        if os.environ.get("RANK", "0") == "0":  # of several processes the first one says it
+            several = os.environ.get("LOCAL_WORLD_SIZE", "1")
+            start_with = (
+                ["covey"] if several == "1" else ["torchrun", "--nproc-per-node", several, "-m", "covey"]
+            )
+            words = [*start_with, command, recipe, *(overrides or []), *(["--name", name] if name else [])]
+            typer.echo(f"interrupted. Go on with: {shlex.join([*words, '--resume', resumable])}", err=True)
         raise typer.Exit(130)
 
 

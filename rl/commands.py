@@ -1,5 +1,7 @@
 """What all commands do with errors: a sentence, and an exit code."""
 
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +24,17 @@ def sentences(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        _explain(error, debug)
+        if not (isinstance(error, ValueError) and _another_says_it()):
+            _explain(error, debug)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+
+
+def _another_says_it() -> bool:
+    """Until the processes of a run have met, those of a machine do the same, and the first of them says what is
+    wrong."""
+    torch = sys.modules.get("torch")
+    met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return os.environ.get("LOCAL_RANK", "0") != "0" and not met
 
 
 def fail(sentence: str) -> None:

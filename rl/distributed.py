@@ -6,10 +6,12 @@ all ranks hold the same weights at any time; the first one writes down what ther
 """
 
 import atexit
+import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,22 +19,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 Item = TypeVar("Item")
+Arguments = ParamSpec("Arguments")
 MEETING = timedelta(minutes=10)  # for all to be there
 # A rank waits for the slowest, whose completions may be long and whose rewards slow.
 PATIENCE = timedelta(hours=12)
 
 
+class RanksError(RuntimeError):
+    """The processes of a run are not all there, or do not do the same; the message says what to do."""
+
+
 def join_ranks() -> None:
     """Meets the other processes of the run, if `torchrun` has started several; once in a process.
 
-    On a machine with GPUs each takes the one with its number there. Raises RuntimeError if there are too few.
+    On a machine with GPUs each takes the one with its number there. Raises RanksError if there are too few.
     """
     started = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     if not started or int(os.environ["WORLD_SIZE"]) == 1 or dist.is_initialized():
         return
     number, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if 0 < gpus <= number:
-        raise RuntimeError(
+        raise RanksError(
             f"torchrun has started more processes than this machine has GPUs ({gpus}): lower --nproc-per-node"
         )
     if gpus:
@@ -57,7 +64,8 @@ def gather_objects(item: Any) -> list[Any]:
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item)
+    with _together():
+        dist.all_gather_object(items, item)
     return items
 
 
@@ -66,8 +74,29 @@ def from_first(make: Callable[[], Item]) -> Item:
     if world_size() == 1:
         return make()
     items = [make() if is_first() else None]
-    dist.broadcast_object_list(items, src=0)
+    with _together():
+        dist.broadcast_object_list(items, src=0)
     return items[0]  # type: ignore[return-value]
+
+
+def by_first(function: Callable[Arguments, Item]) -> Callable[Arguments, Item]:
+    """The function as the first rank calls it, whatever rank it is called on."""
+
+    @functools.wraps(function)
+    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Item:
+        return from_first(lambda: function(*args, **kwargs))
+
+    return called
+
+
+def check_same(item: Any, what: str) -> None:
+    """Raises RanksError if the ranks have not all got the same `item`; what: its name."""
+    items = gather_objects(item)
+    if other := next((rank for rank, theirs in enumerate(items) if theirs != items[0]), 0):
+        raise RanksError(
+            f"process {other} has other {what} than process 0. All must have the same in the same order: sort what has "
+            "no order, and give random generators the same seed in every process"
+        )
 
 
 def share(items: Sequence[Item], size: Callable[[Item], float] | None = None) -> list[Item]:
@@ -110,9 +139,24 @@ def gather_rows(array: np.ndarray) -> tuple[np.ndarray, slice]:
 
 
 def sum_gradients(parameters: Sequence[Tensor]) -> None:
-    """Adds the gradients of all ranks, in place. The losses' weights hold the denominator of all ranks."""
+    """Adds the gradients of all ranks, in place. The losses' weights hold the denominator of all ranks.
+
+    To be called when the step's numbers have been gathered: gloo, which gathers them, notices a rank that has failed,
+    where NCCL would wait for it.
+    """
     if world_size() > 1:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Around what goes through gloo, which says in its own words that it has lost a rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RanksError(
+            "another process of this run has ended, or cannot be reached; if it failed, its own message says why"
+        ) from error

@@ -61,8 +61,9 @@ def dpo_step(
         loss, part_stats = preference_loss(machine.policy.logprobs(part).logp, part, config.objective)
         loss.backward()
         stats += part_stats
+    metrics = pair_metrics(over_ranks(stats))
     sum_gradients(machine.optimizer.params)
-    metrics = pair_metrics(over_ranks(stats)) | machine.optimizer.step(step, total)
+    metrics |= machine.optimizer.step(step, total)
     machine.optimizer.zero_grad()
     clock.lap("train")
     metrics["tokens/computed"] = computed = sum_over_ranks(len(part.input_ids) for part in parts)

@@ -68,7 +68,7 @@ def grpo_step(
         machine.engine.sleep()
         clock.lap("rollout")
         scores = machine.scorer.gather([pending[index] for index in range(len(groups))])
-        groups, scores = gather_groups(groups, scores)
+        groups, scores = gather_groups(prompts, groups, scores)
         clock.lap("reward")
         return groups, scores
 
@@ -99,10 +99,17 @@ def sample_share(
     return engine.generate(mine, n, sampling, finished) if mine else []
 
 
-def gather_groups(groups: list[Group], scores: ScoreTable) -> tuple[list[Group], ScoreTable]:
-    """The groups of all ranks with their scores."""
-    gathered = gather_objects((groups, scores))
-    return [group for groups, _ in gathered for group in groups], ScoreTable.join([s for _, s in gathered])
+def gather_groups(
+    prompts: Sequence[Prompt], groups: Sequence[Group], scores: ScoreTable
+) -> tuple[list[Group], ScoreTable]:
+    """The groups of these prompts from all ranks, with their scores.
+
+    All ranks know the prompts, whose columns may be long, and need not be what can travel.
+    """
+    gathered = gather_objects(([group.completions for group in groups], scores))
+    completions = [one for theirs, _ in gathered for one in theirs]
+    whole = [Group(*pair) for pair in zip(prompts, completions, strict=True)]
+    return whole, ScoreTable.join([scores for _, scores in gathered])
 
 
 def learn(
@@ -132,8 +139,8 @@ def learn(
             continue
         parts, stats = accumulate(policy, parts, config, machine.entropy.value)
         minibatches[index % o.updates_per_rollout] = parts
-        sum_gradients(machine.optimizer.params)
         measured = over_ranks(stats).finish()
+        sum_gradients(machine.optimizer.params)
         if o.has_entropy_term:
             measured["entropy/bonus"] = machine.entropy.value
             machine.entropy.observe(measured.get("entropy/mean", float("nan")))
@@ -277,7 +284,9 @@ def _minibatches(
     )
     computed_PG = advantages.trained_PG * (rows_PG != 0) if skip_zero else advantages.trained_PG
     prompts_P = np.array([len(group.prompt.ids) for group in groups])
-    work_P = computed_PG.sum(axis=1) + prompts_P * computed_PG.any(axis=1)
+    # An episode's observations are computed and not trained.
+    ids_PG = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
+    work_P = (ids_PG * (computed_PG > 0)).sum(axis=1) + prompts_P * computed_PG.any(axis=1)
     minibatches = []
     for places in np.array_split(np.arange(len(groups)), o.updates_per_rollout):
         mine = share(places.tolist(), size=work_P.__getitem__)

@@ -14,6 +14,7 @@ import logging
 import platform
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -135,16 +136,20 @@ def default_name(command: str, model: str) -> str:
 
 def _new_folder(root: Path, name: str | None, default: str, *, may_exist: bool) -> Path:
     if name is None:
-        path = _free_name(root / f"{default}-{time.strftime('%m%d-%H%M%S')}")
-    else:
-        _check_name(name)
-        path = root / name
-        # Resuming "auto" a run that stopped before its first checkpoint starts it again.
-        if not may_exist and path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunFolderError(
-                f"run.name: {path} exists already. Go on with that run (--resume auto) or choose another "
-                "run.name; nothing is ever overwritten"
-            )
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = _free_name(root / f"{default}-{time.strftime('%m%d-%H%M%S')}")
+            with suppress(FileExistsError):  # by a run that was started at the same time
+                path.mkdir()
+                return path
+    _check_name(name)
+    path = root / name
+    # Resuming "auto" a run that stopped before its first checkpoint starts it again.
+    if not may_exist and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunFolderError(
+            f"run.name: {path} exists already. Go on with that run (--resume auto) or choose another "
+            "run.name; nothing is ever overwritten"
+        )
     path.mkdir(parents=True, exist_ok=True)
     return path
 

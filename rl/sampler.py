@@ -4,6 +4,7 @@ What a user may have got wrong is checked in the order of its price: names and c
 the tokenizer before the weights.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -41,6 +42,8 @@ class Sampler:
     command: str
     optimizer: FlatAdamW
     cursor: Cursor
+    steps: int
+    held_out: Sequence[Any]  # prompts, documents or pairs
     eval_tokens: int  # of a completion in an evaluation, at most
 
     def __init__(self, config: Config):
@@ -78,6 +81,15 @@ class Sampler:
                 f"optim.warmup_steps is {warmup}: with {steps} steps the lr of {lr:g} is never reached"
             )
         return steps
+
+    def sketch(self) -> str:
+        """Of what every process of a run must have alike: how many steps, and the tokens of about a thousand rows."""
+        sketch = [str(self.steps)]
+        for rows in (getattr(self, "data", []), self.held_out):
+            some = [rows[i] for i in range(0, len(rows), 1 + len(rows) // 1000)]
+            parts = [row if isinstance(row, tuple) else (row,) for row in some]  # a pair is two documents
+            sketch += [str(len(rows)), *(str(list(part.ids)) for row in parts for part in row)]
+        return hashlib.sha256(" ".join(sketch).encode()).hexdigest()
 
     def load(self, max_rows: int, *, reference: bool) -> None:
         """The expensive part: weights. reference: whether anything will ask for the reference policy."""
@@ -138,7 +150,7 @@ class Sampler:
     def scored(self, prompts: Sequence[Prompt], scorer: Scorer, sampling: Sampling) -> Results:
         """Metrics eval/reward and eval/NAME of one completion per prompt."""
         groups = sample_share(self.rollouts, prompts, 1, sampling)
-        groups, scores = gather_groups(groups, scorer(groups))
+        groups, scores = gather_groups(prompts, groups, scorer(groups))
         rows = sample_rows(groups, scores.total, scores.per_function, 0 * scores.total)
         known = [row.reward for row in rows if row.reward == row.reward]
         reward = sum(known) / len(known) if known else float("nan")

@@ -43,8 +43,9 @@ def sft_step(
         loss, part_stats = sft_loss(machine.policy.logprobs(moved).logp, moved)
         loss.backward()
         stats += part_stats
+    metrics = over_ranks(stats).finish()
     sum_gradients(machine.optimizer.params)
-    metrics = over_ranks(stats).finish() | machine.optimizer.step(step, total)
+    metrics |= machine.optimizer.step(step, total)
     machine.optimizer.zero_grad()
     clock.lap("train")
     metrics["sft/nll"] = metrics["loss/total"] = metrics.pop("loss/sft")

@@ -181,6 +181,11 @@ class StreamedSftTrainer(SftTrainer):
         self.steps = self.check_steps(config.optim.steps, self.held_out)
         self.found = stream.name
 
+    def sketch(self) -> str:
+        first = self.stream.rows.first
+        assert first is not None
+        return f"{super().sketch()} {(first.text, first.prompt, first.messages, first.completion)!r}"
+
     def step(self, index: int) -> Results:
         return sft_step(self.machine, self.stream.next(), self.config, index, self.steps), []
 

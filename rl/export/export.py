@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from covey.policies.spec import WITH_IMAGES
 from covey.policies.tokenizer import check_vocabulary, load_tokenizer
 from covey.rl.checkpoint import RunError
+from covey.rl.distributed import by_first
 from covey.rl.export.compare import compare
 from covey.rl.export.forms import write_adapter, write_gguf_folder, write_merged
 from covey.rl.export.gguf_file import check_quant
@@ -31,6 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ORIGINAL, DEQUANTISED = "original", "dequantised"
 
 
+@by_first
 def export(
     source: str | Path,
     to: Form = "merged",

@@ -141,6 +141,23 @@ def test_an_interrupted_run_says_how_to_go_on(run: Any, api: Any, capsys: Any) -
     assert capsys.readouterr().err == f"interrupted. Go on with: {expected}"
 
 
+def test_one_of_several_processes_speaks(
+    run: Any, api: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.run.interrupted = True
+    said = []
+    for rank in "01":
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, rank)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert run("grpo", "grpo.yaml") == 130 and run("grpo", "nowhere.yaml") == 2
+        said.append(capsys.readouterr().err.splitlines())
+    assert said[0][0] == (
+        "interrupted. Go on with: torchrun --nproc-per-node 2 -m covey grpo grpo.yaml --resume runs/a"
+    )
+    assert said[0][1].startswith("error: nowhere.yaml") and said[1] == []
+
+
 def test_a_dry_run_prints_the_plan_and_a_recipe_and_starts_nothing(run: Any, api: Any, capsys: Any) -> None:
     assert run("grpo", "grpo.yaml", "rewards.0.use=math", "optim.steps=10", "--dry-run") == 0
     printed = capsys.readouterr().out

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from covey.rl import grpo
 from covey.rl.advantages import compute_advantages
 from covey.rl.batch import pack
 from covey.rl.entropy import EntropyBonus, keep_top_entropy
@@ -42,7 +43,7 @@ def test_no_token_budget_and_no_order_changes_a_gradient(case: str, tiny_llama: 
             run_case(tiny_llama, CASES[case], tokens_per_pass=tokens_per_pass)["gradients"],
             whole["gradients"],
         )
-    if case != "minibatches":  # there the order says which prompts share an update
+    if "updates_per_rollout" not in CASES[case]:  # there the order says which prompts share an update
         close(run_case(tiny_llama, CASES[case], order=[2, 0, 3, 1])["gradients"], whole["gradients"])
 
 
@@ -81,6 +82,31 @@ def test_two_processes_give_what_one_gives(case: str, ranks: list[dict[str, Any]
         close(rank[case]["gradients"], one["gradients"])
         assert rank[case]["metrics"] == pytest.approx(one["metrics"], rel=1e-9, abs=1e-12)
         np.testing.assert_allclose(rank[case]["advantages"], one["advantages"], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("factor", two_ranks.NOTHING)
+def test_two_processes_learn_nothing_from_nothing(factor: float, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank[f"nothing {factor}"]
+        assert found["gradients"] == [] and found["metrics"]["tokens/computed"] == 0
+        assert not np.nan_to_num(found["advantages"]).any()
+
+
+def test_a_share_is_by_what_is_computed(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt once and its completions whole, those parts that were observed too; of prompt 1 nothing is."""
+    found: list[list[float]] = []
+
+    def shared(items: list[int], size: Any) -> list[int]:
+        found.append([size(item) for item in items])
+        return items
+
+    monkeypatch.setattr(grpo, "share", shared)
+    run_case(tiny_llama, {"episodes": True})
+    groups, _ = two_ranks.some_episodes()
+    ids = [[len(completion.ids) for completion in group.completions] for group in groups]
+    assert found == [
+        [2 + sum(ids[0]), 0, 4 + sum(ids[2][1:]), 5 + sum(ids[3])]
+    ]  # nobody scored the first of 2
 
 
 # Several updates

@@ -1,5 +1,6 @@
 """Runs of several processes do what the same run does in one: every number, and every weight on every rank."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from covey.rl.distributed import balanced
+from covey.rl.distributed import RanksError, balanced
 
 HERE = Path(__file__).parent
 NAMES = ("grpo", "kl", "supply", "short", "sft", "full", "dpo", "longer")
@@ -123,18 +125,117 @@ def test_the_run_that_replaces_groups_does_so(alone: Any) -> None:
     assert any(0 < row.get("groups/no_spread", 0) < 1 for row in rows)
 
 
+def scripts(world: int, *command: Any, **environment: str) -> list[str]:
+    """What each of so many processes says that run a script."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=own | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for own in ranks_environment(world)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=240) for process in processes]
+    assert not any(process.returncode for process in processes), said
+    return [out for out, _ in said]
+
+
+CONVERSIONS = """
+import sys, time
+from covey.policies import gguf_file
+from covey.policies.locate import locate_model
+from covey.rl.distributed import gather_objects, is_first, join_ranks
+
+write, made = gguf_file.write_converted, []
+
+def slow(file, folder):
+    made.append(file.name)
+    time.sleep(0.5)  # the other one has come by then
+    write(file, folder)
+
+gguf_file.write_converted = slow
+join_ranks()
+if not is_first():
+    locate_model(sys.argv[1])
+gather_objects(None)
+for file in sys.argv[1:]:
+    print((locate_model(file) / "model.safetensors").stat().st_size > 0)
+print(sorted(name for names in gather_objects(made) for name in names))
+"""
+
+
+def test_one_process_converts_and_any_can(tmp_path: Path) -> None:
+    """The second alone, whose files transformers would not write; then both at the same time, with an empty cache."""
+    spec = importlib.util.spec_from_file_location("test_locate", HERE.parent / "policies/test_locate.py")
+    assert spec is not None and spec.loader is not None
+    locate_tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(locate_tests)
+    files = [tmp_path / "a.gguf", tmp_path / "b.gguf"]
+    for file in files:
+        locate_tests.write_gguf(file, "F32")
+    for said in scripts(2, "-c", CONVERSIONS, *files, COVEY_CACHE=str(tmp_path / "cache")):
+        assert said.split("\n")[:3] == ["True", "True", "['a.gguf', 'b.gguf']"]
+    assert not list(tmp_path.glob("cache/*.unfinished"))
+
+
+CHAIN = """
+import sys, time
+import covey
+from covey.rewards.reward import RewardSpec
+from covey.rl import loop
+from covey.rl.distributed import RanksError, is_first
+
+save = loop.save_checkpoint
+
+def slow(*args, **kwargs):
+    time.sleep(0.5)
+    return save(*args, **kwargs)
+
+loop.save_checkpoint = slow
+model = {"path": "tiny", "method": "lora", "device": "cpu"}
+common = {"optim": {"rows_per_step": 2, "steps": 1}, "run": {"dir": sys.argv[1], "threads": 1}}
+rows = [{"prompt": f"{i}:", "completion": f" {i}"} for i in range(4)]
+first = covey.sft(common, model=model, data=rows, plain=True)
+then = covey.sft(common, model=model | {"adapter": str(first.folder)}, data=rows, plain=True)
+print(covey.export(then.folder, "adapter", out=sys.argv[1] + "/out").name)
+for mine, streaming in ((rows[::-1], False), (rows[1:], False), (rows[::-1], True)):
+    given = {"data": rows if is_first() else mine}
+    try:
+        covey.sft({**common, "data": {"streaming": streaming}}, model=model, **given, plain=True)
+    except RanksError as error:
+        print(error)
+rollout = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4}
+checked = [row | {"check": lambda completion: float(len(completion))} for row in rows]
+reward = RewardSpec(lambda completion, check: check(completion), name="check", run="thread")
+common["optim"] = {"steps": 1}
+covey.grpo(common, model=model, rollout=rollout, data=checked, rewards=[reward], plain=True)
+print("a column that no process can send")
+"""
+
+
+def test_a_script_of_several_processes(tmp_path: Path) -> None:
+    """What a run returns is on the disk for all; exports are written once; other rows are noticed before a step."""
+    for said in scripts(2, "-c", CHAIN, tmp_path):
+        lines = said.split("\n")
+        assert "out" in lines and "a column that no process can send" in lines
+        assert sum(line.startswith("process 1 has other rows than process 0") for line in lines) == 3
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()
+
+
 RECIPE = """
 model: {{path: tiny, method: lora, device: cpu}}
 data: {{train: "task:addition"}}
 rewards: [{{use: "{reward}"}}]
 rollout: {{prompts_per_step: 4, group_size: 2, max_new_tokens: 4}}
 optim: {{steps: {steps}, lr: 1e-3}}
-run: {{name: cli, dir: {folder}, threads: 1, save_every: 0}}
+run: {{name: cli, dir: {folder}, threads: 1, save_every: {save_every}}}
 """
 
 
-def torchrun(folder: Path, steps: int, reward: str = "first_number") -> "subprocess.Popen[str]":
-    (folder / "recipe.yaml").write_text(RECIPE.format(steps=steps, folder=folder, reward=reward))
+def torchrun(
+    folder: Path, steps: int, reward: str = "first_number", save_every: int = 0
+) -> "subprocess.Popen[str]":
+    recipe = RECIPE.format(steps=steps, folder=folder, reward=reward, save_every=save_every)
+    (folder / "recipe.yaml").write_text(recipe)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
         [*command, "-m", "covey", "grpo", str(folder / "recipe.yaml")],
@@ -176,8 +277,73 @@ def test_a_mistake_on_one_rank_ends_all_and_keeps_the_steps_before(tmp_path: Pat
     process = torchrun(tmp_path, 1000, f"{tmp_path / 'mine.py'}:score")
     _, err = process.communicate(timeout=240)
     assert process.returncode == 1 and "not this one" in err
+    assert "error: another process of this run has ended" in err and "gloo" not in err
     steps = metrics.read_text().count("\n")
     assert 2 <= steps <= 4 and (tmp_path / f"cli/checkpoints/step-{steps:06d}").is_dir()
+
+
+def test_a_disk_that_fails_the_first_process_ends_all(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "cli/checkpoints"
+    (tmp_path / "mine.py").write_text(
+        "from contextlib import suppress\nfrom pathlib import Path\n\n\ndef score(completion):\n"
+        f"    folder = Path({str(checkpoints)!r})\n"
+        "    if any(folder.glob('step*')):\n        with suppress(OSError):\n"
+        "            folder.rename(folder.with_name('gone'))\n            folder.touch()\n"
+        "    return len(set(completion))\n"
+    )
+    process = torchrun(tmp_path, 1000, f"{tmp_path / 'mine.py'}:score", save_every=1)
+    _, err = process.communicate(timeout=240)
+    said = [line for line in err.split("\n") if line.startswith("error:")]
+    assert process.returncode == 1 and f"could not be written to {checkpoints}" in "".join(said)
+    assert len(said) == 2 and "gloo" not in err
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+def test_gradients_are_summed_after_the_numbers(algorithm: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """gloo says at once that a process has failed on its share; NCCL, which sums, would wait for it."""
+    import covey
+
+    def failed(_: Any) -> None:
+        raise RanksError("gone")
+
+    summed: list[Any] = []
+    module = importlib.import_module(f"covey.rl.{algorithm}")
+    monkeypatch.setattr(module, "over_ranks", failed)
+    monkeypatch.setattr(module, "sum_gradients", summed.append)
+    rows = {
+        "grpo": [{"prompt": "one"}, {"prompt": "two"}],
+        "sft": [{"prompt": "one", "completion": "two"}],
+        "dpo": [{"prompt": "one", "chosen": "two", "rejected": "three"}],
+    }
+    config: dict[str, Any] = {
+        "model": {"path": "tiny", "method": "lora", "device": "cpu"},
+        "optim": {"steps": 1} if algorithm == "grpo" else {"steps": 1, "rows_per_step": 1},
+        "run": {"dir": str(tmp_path), "threads": torch.get_num_threads()},
+    }
+    if algorithm == "grpo":
+        config["rollout"] = {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 4}
+    with pytest.raises(RanksError, match="gone"):
+        rewards = {"rewards": [letters]} if algorithm == "grpo" else {}
+        getattr(covey, algorithm)(config, data=rows[algorithm], plain=True, **rewards)
+    assert summed == []
+
+
+def letters(completion: str) -> float:
+    return float(sum(map(ord, completion)))
+
+
+def test_the_processes_of_a_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 cores and 512 GiB for 8 processes: 8 processes for rewards each, which have 4 GiB each, half of the memory."""
+    from covey.policies.load import free_memory
+    from covey.rewards import lanes
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    memory = SimpleNamespace(total=512 * 2**30, available=400 * 2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    pool = lanes.pool.__wrapped__()
+    assert (pool._free._value, pool._most_bytes) == (8, 4 * 2**30)
+    assert free_memory(torch.device("cpu")) == 50 * 2**30
 
 
 def test_a_numbered_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.rl import run_folder
 from covey.rl.checkpoint import RunError
 from covey.rl.config import RunSection
 from covey.rl.run_folder import RunFolder, RunFolderError, default_name
@@ -47,6 +48,16 @@ def test_default_names_never_clash(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("time.strftime", lambda _: "1130-020401")
     names = [_create(tmp_path).name for _ in range(3)]
     assert names == ["grpo-tiny-1130-020401", "grpo-tiny-1130-020401-2", "grpo-tiny-1130-020401-3"]
+
+    def another_is_faster(path: Path) -> Path:
+        monkeypatch.undo()
+        monkeypatch.setattr("time.strftime", lambda _: "1130-020401")
+        free = run_folder._free_name(path)
+        free.mkdir()
+        return free
+
+    monkeypatch.setattr(run_folder, "_free_name", another_is_faster)
+    assert _create(tmp_path).name == "grpo-tiny-1130-020401-5"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +26,21 @@ CASES: dict[str, dict[str, Any]] = {
     "gdpo": {"advantage": "gdpo", "loss": "gspo", "entropy_bonus": 0.1},
     "entropy": {"top_entropy": 0.4, "advantage": "rloo"},
     "minibatches": {"updates_per_rollout": 2, "epochs": 2, "loss": "cispo"},
+    # An update has one prompt, so that one rank has nothing; that of prompt 1 has no gradient at all.
+    "single": {"updates_per_rollout": 4, "loss": "gmpo"},
+    "episodes": {
+        **{"advantage": "reinforce++", "beta": 0.05, "kl_in": "reward", "truncated": "mask"},
+        **{"updates_per_rollout": 2, "count_zero_advantage": False, "episodes": True},
+    },
+    "episodes, prompt": {
+        "beta": 0.1,
+        "kl_in": "reward",
+        "aggregation": "prompt",
+        "epochs": 2,
+        "episodes": True,
+    },
 }
+NOTHING = (0.0, NAN)  # factors of all rewards: none differs from another, nobody scored
 
 
 class Recorder:
@@ -71,6 +86,17 @@ def some_groups() -> tuple[list[Group], dict[str, np.ndarray]]:
     return groups, {"first": first, "second": second}
 
 
+def some_episodes() -> tuple[list[Group], dict[str, np.ndarray]]:
+    """some_groups, in which every third token is one that was observed: nobody drew it, so it has no log-prob."""
+    groups, functions = some_groups()
+
+    def observed(c: Completion) -> Completion:
+        trained = tuple(i % 3 != 1 for i in range(len(c.ids)))
+        return replace(c, trained=trained, logprobs=tuple(np.where(trained, c.logprobs, NAN).tolist()))
+
+    return [replace(g, completions=tuple(map(observed, g.completions))) for g in groups], functions
+
+
 def configuration(objective: dict[str, Any], tokens_per_pass: int = 1000) -> GrpoConfig:
     return GrpoConfig.model_validate(
         {
@@ -94,11 +120,17 @@ def policy_in_float64(folder: Path) -> Any:
 
 
 def run_case(
-    folder: Path, objective: dict[str, Any], tokens_per_pass: int = 1000, order: Sequence[int] = range(4)
+    folder: Path,
+    objective: dict[str, Any],
+    tokens_per_pass: int = 1000,
+    order: Sequence[int] = range(4),
+    factor: float = 1.0,
 ) -> dict[str, Any]:
-    """Gradients of every update, metrics and advantages of one step."""
+    """Gradients of every update, metrics and advantages of one step. factor: of the rewards."""
+    objective = dict(objective)
+    groups, functions = some_episodes() if objective.pop("episodes", False) else some_groups()
+    functions = {name: factor * table for name, table in functions.items()}
     config, policy = configuration(objective, tokens_per_pass), policy_in_float64(folder)
-    groups, functions = some_groups()
     functions = {name: table[list(order)] for name, table in functions.items()}
     stacked = np.stack(list(functions.values()))
     weights = np.array([1.0, 0.5])
@@ -125,7 +157,9 @@ def main() -> None:
     rank, world, meeting, folder, out = sys.argv[1:]
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(world))
     torch.set_num_threads(1)
-    torch.save({name: run_case(Path(folder), case) for name, case in CASES.items()}, out)
+    found = {name: run_case(Path(folder), case) for name, case in CASES.items()}
+    found |= {f"nothing {factor}": run_case(Path(folder), {}, factor=factor) for factor in NOTHING}
+    torch.save(found, out)
     dist.destroy_process_group()
 
 
