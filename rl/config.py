@@ -146,6 +146,9 @@ class RolloutSection(Section):
             raise ValueError(
                 "rollout.vllm.urls: give the servers' addresses with engine vllm-server, and only with it"
             )
+        for key in ("exchange", "timeout"):
+            if self.engine == "vllm" and getattr(self.vllm, key) != VllmSection.model_fields[key].default:
+                raise ValueError(f"rollout.vllm.{key}: has no meaning for the engine vllm: remove it")
         return self
 
 

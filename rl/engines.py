@@ -17,6 +17,7 @@ from covey.rollout.kv_pool import place_bytes
 from covey.rollout.local import local_engine
 from covey.rollout.vllm_http import Server
 from covey.rollout.vllm_local import open_vllm
+from covey.rollout.vllm_memory import SETTINGS
 from covey.rollout.vllm_server import VllmServers
 from covey.rollout.vllm_versions import Serving, VllmError
 
@@ -79,6 +80,8 @@ def make_engine(
 def serving(config: GrpoConfig, folder: Path, dtype: str, rank: int | None, max_positions: int) -> Serving:
     """What a vLLM for this run must be started with. rank: of the adapter, None for full finetuning."""
     rollout = config.rollout
+    if rollout.vllm.memory is not None and (both := sorted(SETTINGS & rollout.vllm.args.keys())):
+        raise VllmError(f"rollout.vllm.memory: rollout.vllm.args has {both[0]} too: remove one of them")
     longest = max(rollout.max_new_tokens, config.eval.max_new_tokens or 0)
     return Serving(
         folder,

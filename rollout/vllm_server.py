@@ -21,9 +21,9 @@ from torch import Tensor
 
 from covey.rollout.engine import Group, Prompt, Sampling
 from covey.rollout.sampling import check_request
-from covey.rollout.vllm_http import HOW, Refused, Server, ServerGone
+from covey.rollout.vllm_http import HOW, OURS, Refused, Server, ServerGone
 from covey.rollout.vllm_requests import Requests
-from covey.rollout.vllm_versions import VllmError, require
+from covey.rollout.vllm_versions import VllmError
 
 FILE_BYTES = 4 << 30  # of all weights, in one file
 Result = TypeVar("Result")
@@ -59,9 +59,9 @@ class VllmServers:
         self._loop = asyncio.new_event_loop()  # in a thread: a notebook has a loop of its own
         threading.Thread(target=self._loop.run_forever, name="vllm-servers", daemon=True).start()
         self._base = self._check(names)
-        self._folder = tempfile.TemporaryDirectory(prefix="covey-weights-", dir=exchange)
+        self._folder = tempfile.TemporaryDirectory(prefix="covey-weights-", dir=_visible(exchange))
         Path(self._folder.name).chmod(0o755)  # servers may run as somebody else
-        self._run_name, self._updates = f"covey-{uuid.uuid4().hex[:8]}", 0
+        self._run_name, self._updates = f"{OURS}{uuid.uuid4().hex[:8]}", 0
         self._name: str | None = None  # of the present weights
 
     def generate(
@@ -119,19 +119,20 @@ class VllmServers:
     def _check(self, names: Sequence[str]) -> str:
         """What all servers call the base model."""
 
-        async def check_all() -> list[tuple[str, str]]:
-            return await asyncio.gather(*(server.check(names, self.max_length) for server in self.servers))
+        full = self.adapter is None
+
+        async def check_all() -> list[str]:
+            checks = [server.check(names, self.max_length, full=full) for server in self.servers]
+            return await asyncio.gather(*checks)
 
         try:
-            found = self._run(check_all())
+            bases = set(self._run(check_all()))
         except ServerGone as error:
             raise VllmError(f"{error}: {HOW}") from error
-        if self.adapter is None:
-            for server, (version, _) in zip(self.servers, found, strict=True):
-                require("weight versions of a server", version, f"vLLM at {server.url}")
-        bases = {base for _, base in found}
         if len(bases) > 1:
-            raise VllmError(f"the servers call the base model by different names: {', '.join(sorted(bases))}")
+            raise VllmError(
+                f"the servers call the base model by different names: {', '.join(sorted(bases))}. Start them alike"
+            )
         return bases.pop()
 
     # Sampling
@@ -145,8 +146,7 @@ class VllmServers:
         tasks = [asyncio.ensure_future(sample(*item)) for item in enumerate(prompts)]
         try:
             await asyncio.gather(*tasks)
-            if self.adapter is None:  # replies do not say which weights they come from
-                await asyncio.gather(*(server.check_weights(str(self._name)) for server in self._living()))
+            await asyncio.gather(*map(self._check_weights, self._living()))
         finally:
             for task in tasks:
                 task.cancel()
@@ -170,6 +170,13 @@ class VllmServers:
                 f"{server.url} gave {len(replies)} of {requests.n} completions of row {prompt.row}"
             )
         return Group(prompt, tuple(requests.completion(prompt, *reply, self.version) for reply in replies))
+
+    async def _check_weights(self, server: Server) -> None:
+        """Replies say which adapter they come from, and not which base weights."""
+        try:
+            await server.check_weights()
+        except ServerGone as error:
+            self._mourn(server, error)
 
     def _living(self) -> list[Server]:
         living = [server for server in self.servers if server.alive]
@@ -208,6 +215,16 @@ class VllmServers:
 
         await asyncio.gather(*map(update, self.servers))
         self._living()
+
+
+def _visible(exchange: str | None) -> Path | None:
+    """The folder of that name, as servers have to call it."""
+    if exchange is None:
+        return None
+    folder = Path(exchange).expanduser().resolve()
+    if not folder.is_dir():
+        raise VllmError(f"rollout.vllm.exchange: there is no folder {folder}: make it, or name another")
+    return folder
 
 
 def write_weights(

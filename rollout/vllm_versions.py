@@ -45,6 +45,7 @@ ENVIRONMENT = {
 SERVER_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, reset_prefix_cache, collective_rpc
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_MAX_STOP_STRINGS": "1000",  # of a request; newer ones take 4
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -174,6 +175,7 @@ def engine_arguments(serving: Serving, version: str, *, on_cpu: bool) -> dict[st
         arguments["quantization"] = "fp8"
     if on_cpu:
         arguments |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
+        arguments["enable_chunked_prefill"] = False  # on a CPU it fails with seeds
     return arguments | dict(serving.args)
 
 

@@ -34,8 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class FakeServer:
     """faults: by path, what goes wrong with the next requests, one each:
 
-    an int: that status. "drop": the connection breaks. "half": half of the reply. "hang": no reply before the client
-    goes away (`left` counts these). "gone": the server dies. A function: what it makes of the reply.
+    an int: that status. "drop": the connection breaks; "lost": after what was asked for is done. "half": half of the
+    reply. "hang": no reply before the client goes away (`left` counts these). "gone": the server dies. A function: what
+    it makes of the reply.
     """
 
     def __init__(self, folder: Path, *, name: str = "model", port: int = 0, **facts: Any):
@@ -204,14 +205,18 @@ class _Handler(BaseHTTPRequestHandler):
             status, reply = _error(fault, "InternalServerError", "EngineCore encountered an issue.")
         elif callable(fault):
             reply = fault(reply)
-        payload = b"" if reply is None else json.dumps(reply).encode()
+        # Only what is done with adapters is told in words.
+        payload = (
+            reply.encode() if isinstance(reply, str) else b"" if reply is None else json.dumps(reply).encode()
+        )
         if fault == "half":
             payload = payload[: len(payload) // 2]
-        if server.dead:
+        if server.dead or fault == "lost":
             self.close_connection = True
             return
         self.send_response(status)
-        self.send_header("content-type", "application/json")
+        if not isinstance(reply, str):
+            self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)

@@ -376,7 +376,7 @@ def test_what_vllm_is_started_with(vllm: types.ModuleType) -> None:
         "model": "/models/it", "dtype": "float32", "max_model_len": 200, "max_num_seqs": 24, "seed": 0,
         "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "enable_prefix_caching": True,
         "enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "enforce_eager": True, "block_size": 64,
-        "kv_cache_memory_bytes": 1 << 30, "use_tqdm_on_load": False,
+        "kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "use_tqdm_on_load": False,
     }  # fmt: skip
     assert engine.max_length == 200
 

@@ -110,7 +110,7 @@ def text_of(llama: Path) -> Callable[[Sequence[int]], str]:
 @pytest.fixture(scope="module")
 def engine(llama: Path, policy: Any, text_of: Any, tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
     adapter = adapter_config(policy, tmp_path_factory.mktemp("adapter"))
-    needs = Serving(llama, "float32", "unquantised", 128, 16, 4)
+    needs = Serving(llama, "float32", "unquantised", 128, 256, 4)
     return open_vllm(needs, text_of, [0], adapter=adapter, device=CPU)
 
 
@@ -140,6 +140,9 @@ def test_seeds_limits_and_order(engine: VllmEngine) -> None:
     assert [c.ids for c in alone[0].completions] == drawn[1]
     other = engine.generate(prompts[1:2], 4, Sampling(9, seed=5))
     assert [c.ids for c in other[0].completions] != drawn[1]
+    # More tokens than vLLM takes in one pass, and none of them in its cache, which knows blocks of 32.
+    [many], [few] = (engine.generate(prompts_of(LONG[:31]), n, Sampling(2, seed=4)) for n in (256, 4))
+    assert [c.ids for c in many.completions[:4]] == [c.ids for c in few.completions]
 
 
 def test_log_probs_of_a_truncated_distribution(engine: VllmEngine, policy: Any) -> None:
@@ -257,7 +260,8 @@ def test_servers_draw_what_vllm_in_this_process_draws(
         shake(policy, 10 + version)
         for sampler in (servers, engine):
             sampler.update(policy.weights(), version)
-        sampling = Sampling(12, temperature=0.9, seed=version, stop=("7",))
+        stop = ("7", '"\n', "\\", "{{", "é")  # more than a server takes by itself
+        sampling = Sampling(12, temperature=0.9, seed=version, stop=stop)
         here, there = (sampler.generate(prompts, 3, sampling) for sampler in (engine, servers))
         assert largest_difference(policy, there, sampling) < BOUND
         for one, other in zip(here, there, strict=True):

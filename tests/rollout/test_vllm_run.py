@@ -15,6 +15,7 @@ from covey.rl.config import GrpoConfig
 from covey.rl.config_file import ConfigError, load_config
 from covey.rl.rollout_server import serve
 from covey.rl.sampler_check import SamplerMismatch
+from covey.rollout.vllm_versions import VllmError
 
 Servers = Callable[..., Any]
 ROWS = [{"prompt": f"{word}:"} for word in ("one", "two", "three", "four", "five", "six")]
@@ -71,6 +72,14 @@ def test_a_server_with_other_weights_stops_the_run_before_it_starts(
     ("rollout", "message"),
     [
         ({"vllm": {"memory": 0.5}}, "rollout.vllm: has no meaning for the engine inprocess"),
+        (
+            {"engine": "vllm", "vllm": {"timeout": 5}},
+            "rollout.vllm.timeout: has no meaning for the engine vllm",
+        ),
+        (
+            {"engine": "vllm", "vllm": {"exchange": "/x"}},
+            "rollout.vllm.exchange: has no meaning for the engine vllm",
+        ),
         ({"engine": "vllm-server"}, "rollout.vllm.urls: give the servers' addresses with engine vllm-server"),
         ({"engine": "vllm", "vllm": {"urls": ["http://a"]}}, "rollout.vllm.urls: .*, and only with it"),
         ({"engine": "vllm", "vllm": {"base": "int3"}}, "rollout.vllm.base"),
@@ -118,8 +127,17 @@ def test_the_command_for_a_model_or_a_recipe(
         flags = dict(pairwise(command))
         assert {flag: flags.get(flag) for flag in expected} == expected
         assert "--enable-lora" in command and str(tiny_llama) in command
+        assert int(environment["VLLM_MAX_STOP_STRINGS"]) > 100
         assert environment["VLLM_SERVER_DEV_MODE"] == environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "--enable-lora" not in serve(str(tiny_llama), ["model.method=full"], url, "h", 1)[0]
+
+
+def test_memory_is_set_in_one_place(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.rollout.vllm_versions.installed", lambda: "0.32.0")
+    given = ["model.method=lora", "rollout.vllm.memory=0.5"]
+    both = [*given, "rollout.vllm.args={gpu_memory_utilization: 0.3}"]
+    with pytest.raises(VllmError, match=r"memory: rollout.vllm.args has gpu_memory_utilization too: remove"):
+        serve(str(tiny_llama), both, "http://h:1", "h", 1)
 
 
 def test_the_command_line(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

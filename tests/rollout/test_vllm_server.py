@@ -201,7 +201,9 @@ def test_all_weights_are_read_from_files(
         assert next_tokens(engine) == {(6 + shift, version)}
     assert {body["model"] for body in server.said("/v1/completions")} == {"model"}
     server.weight_version = "somebody else's"
-    with pytest.raises(VllmError, match="answered with the weights somebody else's instead of covey-"):
+    with pytest.raises(
+        VllmError, match=r"the weights somebody else's instead of covey-.*Give every run servers of its own"
+    ):
         next_tokens(engine)
 
 
@@ -224,12 +226,51 @@ def test_a_prefix_cache_that_stays_is_an_error(chain: Path, towards: Any, fake_s
     assert not server.paused
 
 
-def test_an_adapter_that_is_refused(chain: Path, towards: Any, fake_server: Servers) -> None:
+@pytest.mark.parametrize("faults", [[400], [500] * 3], ids=["no such file", "rank, or not for adapters"])
+def test_an_adapter_that_is_refused(
+    faults: list[Any], chain: Path, towards: Any, fake_server: Servers
+) -> None:
     server = fake_server(chain)
     engine = engine_of(server)
-    server.faults["/v1/load_lora_adapter"] = [400]
-    with pytest.raises(VllmError, match=r"400 EngineCore encountered.*Does http.* see /.*covey-weights"):
+    server.faults["/v1/load_lora_adapter"] = faults
+    with pytest.raises(VllmError, match=r"00 EngineCore encountered.*Does http.* see /.*covey-weights"):
         engine.update(towards(6), 1)
+
+
+def test_a_server_is_for_one_run(chain: Path, towards: Any, fake_server: Servers) -> None:
+    """Adapters lie on base weights that a run with all weights would replace under them."""
+    server = fake_server(chain)
+    engine = engine_of(server)
+    engine.update(towards(6), 1)
+    assert next_tokens(engine) == {(7, 1)}
+    with pytest.raises(VllmError, match=r"has adapters of another run.*: start it anew"):
+        engine_of(server, adapter=None)
+    server.weight_version = "covey-another-1"
+    with pytest.raises(
+        VllmError, match="the weights covey-another-1 instead of default: another run updates"
+    ):
+        next_tokens(engine)
+    with pytest.raises(VllmError, match=r"has the weights of a run with model\.method full: start it anew"):
+        engine_of(server)
+    old = fake_server(chain, version="0.26.0")  # it cannot say
+    engine = engine_of(old)
+    engine.update(towards(6), 1)
+    assert next_tokens(engine) == {(7, 1)} and not old.said("/weight_info")
+
+
+def test_a_folder_for_weights(
+    chain: Path, towards: Any, fake_server: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = fake_server(chain)
+    with pytest.raises(VllmError, match=r"rollout.vllm.exchange: there is no folder /.*/nowhere: make it"):
+        engine_of(server, exchange=str(tmp_path / "nowhere"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    for name in ("~/a b", "a b"):
+        engine_of(server, exchange=name).update(towards(6), 1)
+        path = Path(server.said("/v1/load_lora_adapter")[-1]["lora_path"])
+        assert path.parent.parent == tmp_path / "a b"  # as a server with another home and folder finds it
 
 
 # What goes wrong
@@ -249,9 +290,12 @@ def test_an_update_whose_reply_was_lost_is_tried_again(
 ) -> None:
     server = fake_server(chain)
     engine = engine_of(server)
-    server.faults["/v1/load_lora_adapter"] = ["half"]  # loaded, and loaded again
+    server.faults["/v1/load_lora_adapter"] = ["lost"]  # loaded, and loaded again
     engine.update(towards(6), 1)
-    assert next_tokens(engine) == {(7, 1)} and len(server.said("/v1/load_lora_adapter")) == 2
+    server.faults["/v1/unload_lora_adapter"] = ["lost"]
+    engine.update(towards(7), 2)
+    assert next_tokens(engine) == {(8, 2)}
+    assert [len(server.said(f"/v1/{what}load_lora_adapter")) for what in ("", "un")] == [3, 2]
 
 
 def test_what_does_not_pass_is_an_error_in_the_end(chain: Path, towards: Any, fake_server: Servers) -> None:
@@ -297,6 +341,28 @@ def test_a_dead_server_is_reported_and_its_prompts_go_to_the_others(
     engine.update(towards(5), 3)
     assert engine.generate(prompts, 1, Sampling(1))[0].completions[0].ids == (6,)
     assert again.said("/v1/completions") and f"{first.url} is back" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause?mode=keep", "/v1/load_lora_adapter", "/reset_prefix_cache", "/resume"]
+)
+def test_a_server_that_goes_during_an_update(
+    path: str, chain: Path, towards: Any, fake_server: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = fake_server(chain), fake_server(chain)
+    engine = engine_of(first, second)
+    first.faults[path] = ["gone"]
+    engine.update(towards(6), 1)
+    assert next_tokens(engine) == {(7, 1)} and f"{first.url} is gone" in caplog.text
+
+
+def test_a_server_that_goes_when_all_is_sampled(chain: Path, towards: Any, fake_server: Servers) -> None:
+    first, second = fake_server(chain), fake_server(chain)
+    engine = engine_of(first, second)
+    engine.update(towards(6), 1)
+    first.faults["/weight_info"] = ["gone"]
+    assert next_tokens(engine) == {(7, 1)}
+    assert [server.alive for server in engine.servers] == [False, True]
 
 
 def test_a_server_that_was_started_anew_gets_nothing_until_it_has_the_weights(
@@ -437,6 +503,37 @@ def test_nobody_is_there(chain: Path, fake_server: Servers) -> None:
     with pytest.raises(
         VllmError, match=rf"{server.url} is gone .*ConnectError.*: start it with `covey rollout-server`"
     ):
+        engine_of(server)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "", "http://127.0.0.1:80x", "ftp://a"])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(
+        VllmError, match=rf'rollout.vllm.urls: "{url}" is no address.*One is http://127.0.0.1:8000'
+    ):
+        Server(url, timeout=1.0)
+
+
+def test_an_address_with_a_path(chain: Path, fake_server: Servers) -> None:
+    server = Server("https://gate.example/vllm/one/v1/", timeout=1.0)
+    assert server.url == "https://gate.example/vllm/one"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/v1/models", 401, "401 EngineCore .*: set VLLM_API_KEY to what the server was started with"),
+        ("/version", 404, r"/version answered 404 .*: is it vLLM\? start it with `covey rollout-server`"),
+        ("/version", lambda reply: [], "is no vLLM server: start it with `covey rollout-server`"),
+    ],
+    ids=["key", "other server", "other JSON"],
+)
+def test_what_does_not_answer_as_vllm(
+    path: str, status: Any, message: str, chain: Path, fake_server: Servers
+) -> None:
+    server = fake_server(chain)
+    server.faults[path] = [status]
+    with pytest.raises(VllmError, match=message):
         engine_of(server)
 
 
