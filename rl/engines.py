@@ -11,7 +11,7 @@ from covey.policies.hf import HFPolicy
 from covey.policies.memory import MOMENTS
 from covey.policies.tokenizer import decode_completion
 from covey.rl.config import DpoConfig, GrpoConfig, SftConfig
-from covey.rl.distributed import world_size
+from covey.rl.distributed import from_first, world_size
 from covey.rollout.engine import RolloutEngine
 from covey.rollout.kv_pool import place_bytes
 from covey.rollout.local import local_engine
@@ -42,9 +42,9 @@ def make_engine(
 
     if not isinstance(config, GrpoConfig) or config.rollout.engine == "inprocess":
         return local_engine(policy, decode, eos_ids, max_rows=max_rows)
-    if world_size() > 1:
+    if world_size() > 1 and config.rollout.engine == "vllm":
         raise VllmError(
-            f"rollout.engine: {config.rollout.engine} samples for one training process; use inprocess"
+            "rollout.engine: vllm samples for one training process; use inprocess, or vllm-server"
         )
     section, adapter = config.rollout.vllm, _adapter_config(config, policy)
     dtype = str(policy.dtype).removeprefix("torch.")
@@ -72,6 +72,7 @@ def make_engine(
             max_length=needs.max_length,
             dtype=policy.dtype,
             exchange=section.exchange,
+            together=from_first,
         )
     engine.update(policy.weights(), 0)
     return engine

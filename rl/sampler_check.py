@@ -8,6 +8,7 @@ there cannot be missed: so the question is asked again with weights that are sha
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from covey.policies.policy import Batch, Policy
 from covey.rl.batch import pack, split, to_device
 from covey.rl.config import GrpoConfig
+from covey.rl.distributed import from_first
 from covey.rl.engines import base_weights
 from covey.rl.grpo import step_sampling
 from covey.rollout.engine import Prompt, RolloutEngine, Sampling
@@ -93,7 +95,7 @@ def check_sampler(
     _judge(found, bound, "")
     for noise in NOISE:
         with _shaken(policy, noise):
-            moved = float((_logprobs(policy, parts) - logp_M).abs().mean())
+            moved = from_first(partial(_moved, policy, parts, logp_M))  # one decision for all processes
             if moved > 4 * min(bound, COARSE) or noise == NOISE[-1]:
                 engine.update(policy.weights(), 0)
                 parts = sample()
@@ -102,6 +104,10 @@ def check_sampler(
                 break
     engine.update(policy.weights(), 0)
     return found
+
+
+def _moved(policy: Policy, parts: Sequence[Batch], logp_M: Tensor) -> float:
+    return float((_logprobs(policy, parts) - logp_M).abs().mean())
 
 
 def _logprobs(policy: Policy, parts: Sequence[Batch]) -> Tensor:

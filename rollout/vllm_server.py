@@ -37,6 +37,8 @@ class VllmServers:
     adapter: the content of adapter_config.json; None where all weights are trained.
     max_length: tokens of a prompt with its completion, at most. dtype: of all weights, when they are handed over.
     exchange: a folder that servers on other machines see under the same path; default: one of this machine.
+    together: where several processes train, calls what it is given in the first one and returns the result in all of
+    them; each samples its share, and the first one sends the weights.
 
     VllmError if one of them does not answer, or serves something else.
     """
@@ -52,7 +54,9 @@ class VllmServers:
         max_length: int,
         dtype: torch.dtype,
         exchange: str | None = None,
+        together: Callable[[Callable[[], Any]], Any] = lambda make: make(),
     ):
+        self._together = together
         self.servers, self.decode, self.eos_ids = list(servers), decode, frozenset(eos_ids)
         self.adapter, self.max_length, self.dtype = adapter, max_length, dtype
         self.version = 0
@@ -94,14 +98,21 @@ class VllmServers:
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Writes the weights, and has every server that answers read them; VllmError if none does."""
+        self._name, states = self._together(lambda: self._send(weights))
+        self.version = version
+        for server, (alive, base) in zip(self.servers, states, strict=True):
+            server.alive, server.weights = alive, base
+
+    def _send(self, weights: Mapping[str, Tensor]) -> tuple[str, list[tuple[bool, str | None]]]:
+        """What the weights are called now, and of each server whether it has them and what its base weights are."""
         previous, self._updates = self._name, self._updates + 1
         name = f"{self._run_name}-{self._updates}"
         folder = Path(self._folder.name) / name
         write_weights(weights, folder, self.adapter, self.dtype)
         self._run(self._update_all(name, str(folder), previous))
-        self._name, self.version = name, version
         if previous is not None:
             shutil.rmtree(folder.with_name(previous), ignore_errors=True)
+        return name, [(server.alive, server.weights) for server in self.servers]
 
     def sleep(self) -> None:
         """Nothing to give back here."""

@@ -1,6 +1,10 @@
 """Whole GRPO runs on vLLM servers that are stood in for (conftest.py)."""
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +58,57 @@ def test_a_run_on_two_servers_one_of_which_dies(
     )  # as it is, shaken, as it was, and after each step
     assert "sampler    vllm-server, unquantised weights: log-probs" in capfd.readouterr().out
     assert len(run.generate("seven:", max_new_tokens=4)) > 0
+
+
+SEVERAL = """
+import importlib.util, json, sys
+from pathlib import Path
+from covey.rl.distributed import is_first
+
+spec = importlib.util.spec_from_file_location("test_vllm_run", sys.argv[1])
+tests = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tests)
+rollout = {"engine": "vllm-server", "vllm": {"urls": sys.argv[4:], "timeout": 20.0}}
+run = tests.train(Path(sys.argv[2]), Path(sys.argv[3]), "run", rollout)
+if is_first():
+    print(json.dumps(list(run.metrics)))
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_share_the_servers(tiny_llama: Path, tmp_path: Path, fake_server: Servers) -> None:
+    """Two processes that train, and two servers: numbers and requests are those of one process."""
+    script = tmp_path / "several.py"
+    script.write_text(SEVERAL)
+    found, asked = [], []
+    for world in (1, 2):
+        servers = [fake_server(tiny_llama, name=str(tiny_llama)) for _ in range(2)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            world,
+            script,
+        ]
+        command += [__file__, tiny_llama, tmp_path / str(world), *(server.url for server in servers)]
+        done = subprocess.run(
+            list(map(str, command)),
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        asked.append([len(server.said("/v1/load_lora_adapter")) for server in servers])
+    assert asked == [[6, 6], [6, 6]]  # as it is, shaken, as it was, and after each step
+    for one, both in zip(*found, strict=True):
+        for key in ("reward/mean", "loss/policy", "grad/norm", "length/mean", "eval/reward"):
+            assert (key in one) == (key in both)
+            if key in one:
+                assert both[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
+        assert both.get("sampler/logp_diff_max", 0.0) < 5e-5
 
 
 def test_a_server_with_other_weights_stops_the_run_before_it_starts(

@@ -71,6 +71,29 @@ def next_tokens(engine: VllmServers) -> set[tuple[int, int]]:
     return {(c.ids[0], c.version) for group in groups for c in group.completions}
 
 
+def test_of_several_processes_one_sends_the_weights(
+    chain: Path, towards: Callable[[int], Any], fake_server: Servers
+) -> None:
+    servers = [fake_server(chain) for _ in range(2)]
+    sent: list[Any] = []
+
+    def in_the_first(make: Callable[[], Any]) -> Any:
+        sent.append(make())
+        return sent[-1]
+
+    first = engine_of(*servers, together=in_the_first)
+    other = engine_of(*servers, together=lambda _: sent[-1])
+    for version, token in enumerate((5, 6, 7)):
+        first.update(towards(token), version)
+        other.update({}, version)
+        assert next_tokens(first) == next_tokens(other) == {(token + 1, version)}
+    assert all(len(server.said("/v1/load_lora_adapter")) == 3 for server in servers)
+    servers[0].faults["/v1/load_lora_adapter"] = ["gone"]
+    first.update(towards(8), 3)
+    other.update({}, 3)
+    assert [server.alive for server in other.servers] == [False, True] and next_tokens(other) == {(9, 3)}
+
+
 # What is asked and answered
 
 
