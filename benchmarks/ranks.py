@@ -16,16 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.start import spread
 
 ROOT = Path(__file__).parents[1]
 TIMES = {"step": "time/step_s", "rollout": "time/rollout_s", "train": "time/train_s"}
 FIRST = {"loss": "loss/total", "grad": "grad/norm", "reward": "reward/mean"}
 WARM = 2  # steps
-
-
-def spread(completion: str, completion_ids: list[int]) -> float:
-    """A reward that differs within a group, so that the step learns."""
-    return sum(completion_ids) % 97 / 97
 
 
 def words(count: int, letters: int) -> list[str]:

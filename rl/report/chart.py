@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 560, 210
 LEFT, RIGHT, TOP, BOTTOM = 60, 10, 8, 24  # margins
+COLOURS = 8  # of page.html; then they come again
 POINTS = 400  # of a curve, at most; beyond them it shows means of neighbours
 SMOOTH = 25  # a curve of more steps that goes up and down all the time also shows its moving average
 
@@ -53,7 +54,8 @@ def line_chart(title: str, series: Sequence[Series], *, stacked: bool = False) -
     y = _Axis(*_limits(float(finite.min()), float(finite.max()), stacked), HEIGHT - BOTTOM, TOP)
     parts = [_grid(x, y)]
     below = np.full(len(drawn[0].values), y.low) if stacked else None
-    for colour, one in enumerate(drawn):
+    for number, one in enumerate(drawn):
+        colour = number % COLOURS
         if below is not None:
             parts.append(_area(one, below, x, y, colour))
             below = one.values

@@ -97,11 +97,11 @@ class RunData:
     def done(self) -> int:
         return int(self.steps[-1])
 
-    def series(self, key: str, name: str) -> Series | None:
-        """The metric over the steps that have it; None if none has."""
+    def series(self, key: str, name: str, beside: Sequence[str] = ()) -> Series | None:
+        """The metric over the steps that have it, or one of those beside it; None if no step has it."""
         if key not in self.metrics.names:
             return None
-        has = np.array([key in row for row in self.metrics])
+        has = np.array([any(one in row for one in (key, *beside)) for row in self.metrics])
         return Series(name, self.steps[has], self.metrics.column(key)[has], marks=key.startswith("eval/"))
 
     def total(self, key: str) -> float:
@@ -121,9 +121,7 @@ class RunData:
             "model": f"{model['path']}, {model['method']}",
             "data": _sources(self.config["data"]["train"]),
             "rewards": ", ".join(rewards or filter(None, map(reward_function, self.metrics.names))),
-            "steps": f"{self.done} of {optim['steps'] or '?'}"
-            if optim.get("epochs") is None
-            else str(self.done),
+            "steps": str(self.done) if optim.get("epochs") else f"{self.done} of {optim['steps']}",
             "time": duration(self.total("time/step_s")),
             "device": device,
             "folder": str(self.path),
@@ -208,25 +206,29 @@ def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
     used, found = set(functions), list[Chart]()
     for title, keys in CHARTS:
         if keys == (FUNCTIONS,):
-            found += (
-                _charts_of(runs, title, functions) if len(functions) > 1 else []
-            )  # one is the reward itself
-        elif keys == TIMES or any(key in names for key in keys[:1]):
+            if len(functions) > 1:  # one is the reward itself
+                found += _charts_of(runs, title, functions)
+        elif keys == TIMES or keys[0] in names:
             used.update(keys)
-            found += _charts_of(runs, title, [key for key in keys if key in names])
+            there = [key for key in keys if key in names]
+            found += _charts_of(runs, title, there, stacked=keys == TIMES)
     left = [name for name in names if name not in used]
     held_out = [name for name in left if name.startswith("eval/")]
-    found += [chart for name in held_out for chart in _charts_of(runs, _label(name).capitalize(), [name])]
+    for name in held_out:
+        found += _charts_of(runs, f"Held-out {name.removeprefix('eval/')}", [name])
     moves = [any(np.nan_to_num(one.values).any() for one in chart.series) for chart in found]
     other = [chart for chart, moving in zip(found, moves, strict=True) if not moving]
     other += [c for name in left if name not in held_out for c in _charts_of(runs, name, [name])]
     return [chart for chart, moving in zip(found, moves, strict=True) if moving], other
 
 
-def _charts_of(runs: Sequence[RunData], title: str, keys: Sequence[str]) -> list[Chart]:
+def _charts_of(
+    runs: Sequence[RunData], title: str, keys: Sequence[str], stacked: bool = False
+) -> list[Chart]:
     if len(runs) == 1:
-        found = [series for key in keys if (series := runs[0].series(key, _label(key))) is not None]
-        charts = [line_chart(title, found, stacked=tuple(keys) == tuple(k for k in TIMES if k in keys))]
+        beside = keys if stacked else ()
+        found = [one for key in keys if (one := runs[0].series(key, _label(key), beside)) is not None]
+        charts = [line_chart(title, found, stacked=stacked)]
     else:
         charts = []
         for key in keys:

@@ -151,6 +151,17 @@ def test_every_number_has_a_chart(tmp_path: Path) -> None:
     assert {"made/up", "tokens/trained"} <= {chart.title for chart in other}
 
 
+def test_phases_that_some_steps_lack_and_many_curves(tmp_path: Path) -> None:
+    rows = [{}, {"time/train_s": 1.0, "time/rollout_s": 2.0}, {"time/train_s": 3.0}]
+    rows[1] |= {f"reward/f{i}": float(i) for i in range(10)}
+    main, _ = charts([RunData.read(run_of(tmp_path / "one", rows).path)])
+    times = next(chart for chart in main if chart.title == "Seconds of a step")
+    assert [one["y"] for one in times.points["series"]] == [[2, None], [1, 3]]
+    assert [one["x"] for one in times.points["series"]] == [[1, 2], [1, 2]]
+    functions = next(chart for chart in main if chart.title == "Reward functions")
+    assert len(functions.series) == 10 and functions.svg.count('curve c1"') == 2 and "c8" not in functions.svg
+
+
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
     first = run_of(tmp_path / "first", ROWS, beta=0.0)
     second = run_of(tmp_path / "second", ROWS[:2], beta=0.1)
