@@ -57,27 +57,13 @@ def run(work: str, model: Path, method: str, steps: int, folder: Path) -> None:
 def measured(work: str, world: int, options: argparse.Namespace, model: Path) -> dict[str, float]:
     """The numbers of one run of so many processes."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(world),
-        ]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world]
         command += ["-m", "benchmarks.ranks", "--shape", options.shape, "--method", options.method]
-        command += [
-            "--steps",
-            str(options.steps),
-            "--root",
-            str(options.root),
-            "--inside",
-            folder,
-            "--work",
-            work,
-        ]
-        with (Path(options.root) / "ranks.log").open("a") as log:
-            subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log, timeout=options.limit)
+        command += ["--steps", options.steps, "--root", options.root, "--inside", folder, "--work", work]
+        with (options.root / "ranks.log").open("a") as log:
+            subprocess.run(
+                list(map(str, command)), cwd=ROOT, check=True, stdout=log, stderr=log, timeout=options.limit
+            )
         lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step_s" in row]
     out = {name: rows[0][key] for name, key in FIRST.items() if key in rows[0]}

@@ -47,7 +47,7 @@ class JsonlLogger:
         self._last: dict[str, Any] = {"step": -1}
         self._start = 0  # where the last line begins
         try:
-            _write_whole(path, b"".join(_line(row) for row in kept))
+            write_whole(path, b"".join(_line(row) for row in kept))
             self._file = path.open("r+b", buffering=0)  # nothing is left to write, and to fail, in close()
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -213,7 +213,7 @@ def write_samples(path: Path, rows: Sequence[Sample]) -> None:
     parquet.write_table(pa.table(columns), sink, compression="zstd")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, sink.getvalue().to_pybytes())
+        write_whole(path, sink.getvalue().to_pybytes())
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -234,7 +234,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Under a temporary name, then renamed: never half a file."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:

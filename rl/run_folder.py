@@ -62,6 +62,13 @@ class RunFolder:
         """The file for the completions of a step; kind "eval" for those of an evaluation after it."""
         return self.path / "samples" / f"{kind}-{step:06d}.parquet"
 
+    def kept_samples(self, kind: str = "[a-z]+") -> list[tuple[int, Path]]:
+        """(step, file) of the completions of a kind, by default of all, in the order of the steps."""
+        found = (
+            (re.fullmatch(rf"{kind}-(\d+)", path.stem), path) for path in self.path.glob("samples/*.parquet")
+        )
+        return sorted((int(match[1]), path) for match, path in found if match)
+
     @classmethod
     def create(
         cls,
@@ -111,9 +118,8 @@ class RunFolder:
         Sample files of later steps are removed, as lines of metrics.jsonl are. Later checkpoints (there are
         some when an older one was picked) are kept as checkpoints/abandoned-step-NNNNNN.
         """
-        for path in (self.path / "samples").glob("*.parquet"):
-            match = re.fullmatch(r"[a-z]+-(\d+)", path.stem)
-            if match and int(match[1]) > step:
+        for kept, path in self.kept_samples():
+            if kept > step:
                 path.unlink()
         for later, path in list_checkpoints(self.path):
             if later > step:

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import NDArray
+
+from covey.rl.terminal import bin_means
 
 WIDTH, HEIGHT = 560, 210
 LEFT, RIGHT, TOP, BOTTOM = 60, 10, 8, 24  # margins
@@ -120,12 +122,8 @@ def _limits(low: float, high: float, stacked: bool) -> tuple[float, float]:
 def _thinned(series: Series) -> Series:
     if len(series.steps) <= POINTS:
         return series
-    bins = np.array_split(np.arange(len(series.steps)), POINTS)
-    known = np.isfinite(series.values)
-    values = [series.values[b][known[b]].mean() if known[b].any() else math.nan for b in bins]
-    return Series(
-        series.name, np.array([series.steps[b].mean() for b in bins]), np.array(values), series.marks
-    )
+    steps, values = (bin_means(one.tolist(), POINTS) for one in (series.steps, series.values))
+    return replace(series, steps=np.array(steps), values=np.array(values))
 
 
 def _moving_average(series: Series) -> Series | None:
@@ -139,12 +137,12 @@ def _moving_average(series: Series) -> Series | None:
     total = np.convolve(np.where(known, series.values, 0.0), window, "same")
     counted = np.convolve(known.astype(float), window, "same")
     values = np.divide(total, counted, out=np.full(len(total), math.nan), where=counted > 0.5)
-    return Series(series.name, series.steps, values)
+    return replace(series, values=values)
 
 
 def _stacked(series: Sequence[Series]) -> list[Series]:
     total = np.cumsum([np.nan_to_num(one.values) for one in series], axis=0)
-    return [Series(one.name, one.steps, values) for one, values in zip(series, total, strict=True)]
+    return [replace(one, values=values) for one, values in zip(series, total, strict=True)]
 
 
 def _grid(x: _Axis, y: _Axis) -> str:

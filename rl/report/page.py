@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from covey.rl.hints import Hints, reward_function
-from covey.rl.metrics import Metrics
+from covey.rl.metrics import Metrics, write_whole
 from covey.rl.report.chart import Chart, Series, line_chart
 from covey.rl.report.samples import Compared, Shown, compared_evaluations, shown_steps
 from covey.rl.run_folder import RunFolder
@@ -191,9 +191,7 @@ def write_report(runs: Sequence[Path], output: Path, samples: int = 4) -> None:
     page = environment.get_template("page.html").render(
         runs=data, main=main, other=other, shown=shown, compared=compared, differences=differences(data)
     )
-    temporary = output.with_name(f".tmp-{output.name}")
-    temporary.write_text(page, "utf-8", errors="replace")
-    temporary.replace(output)
+    write_whole(output, page.encode("utf-8", "replace"))
 
 
 def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:

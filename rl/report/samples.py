@@ -3,7 +3,6 @@ after."""
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,22 +50,21 @@ class Compared:
 
 def shown_steps(folder: RunFolder, samples: int) -> list[Shown]:
     """The first and the last step whose completions were kept, and some between them."""
-    found = _files(folder, "step")
+    found = folder.kept_samples("step")
     if not found or samples < 1:
         return []
-    places = np.unique(np.linspace(0, len(found) - 1, STEPS).round().astype(int))
     shown = []
-    for step, path in (found[place] for place in places):
+    for step, path in (found[place] for place in _spread(len(found), STEPS)):
         rows = _read(path)
         order = sorted(range(len(rows)), key=lambda i: _rank(rows[i]["reward"]), reverse=True)
-        picked = np.unique(np.linspace(0, len(order) - 1, samples).round().astype(int))
-        shown.append(Shown(step, len(rows), [_text(rows[order[place]]) for place in picked]))
+        texts = [_text(rows[order[place]]) for place in _spread(len(order), samples)]
+        shown.append(Shown(step, len(rows), texts))
     return shown
 
 
 def compared_evaluations(folder: RunFolder, samples: int) -> Compared | None:
     """None if there are no two evaluations of the same rows."""
-    found = _files(folder, "eval")
+    found = folder.kept_samples("eval")
     if len(found) < 2 or samples < 1:
         return None
     (before, first), (after, last) = found[0], found[-1]
@@ -76,18 +74,14 @@ def compared_evaluations(folder: RunFolder, samples: int) -> Compared | None:
     gains = np.array([_rank(b["reward"]) - _rank(a["reward"]) for a, b in zip(old, new, strict=True)])
     gains = np.where(np.isfinite(gains), gains, 0.0)
     order = np.argsort(-gains, kind="stable")
-    picked = np.unique(np.linspace(0, len(order) - 1, samples).round().astype(int))
-    pairs = [(_text(old[order[place]]), _text(new[order[place]])) for place in picked]
+    picked = order[_spread(len(order), samples)]
+    pairs = [(_text(old[place]), _text(new[place])) for place in picked]
     return Compared(before, after, pairs, int((gains > 0).sum()), int((gains < 0).sum()))
 
 
-def _files(folder: RunFolder, kind: str) -> list[tuple[int, Path]]:
-    """(step, file) in the order of the steps."""
-    matches = (
-        (re.fullmatch(rf"{kind}-(\d+)", path.stem), path)
-        for path in folder.samples(0, kind).parent.glob("*.parquet")
-    )
-    return sorted((int(match[1]), path) for match, path in matches if match)
+def _spread(count: int, wanted: int) -> list[int]:
+    """Of `count` places the first, the last and some between: `wanted`, or all if there are fewer."""
+    return np.unique(np.linspace(0, count - 1, wanted).round().astype(int)).tolist()
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
